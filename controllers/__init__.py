@@ -1,1 +1,4 @@
-"""The control plane: which engines live, what they serve, and who may use them. It moves no weight bytes and knows no prompts."""
+"""The control plane: which engines live, what they serve, and who may use them.
+
+It moves no weight bytes and knows no prompts.
+"""

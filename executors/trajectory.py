@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 
-class StopReason(str, Enum):
+class StopReason(StrEnum):
     """Why a trajectory ended."""
 
     STOP = "stop"

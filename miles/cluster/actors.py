@@ -1,0 +1,81 @@
+"""The one place that calls `ray.remote`: typed handles to actors, and Ray's errors mapped to ours, once.
+
+    actor = start_actor(TrainerRank, args..., options=ActorOptions(name="trainer-0"))
+    result = await actor.call("step", batch)        # raises ActorDied, or what the method raised
+    actor.kill()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
+
+from controllers.errors import ActorDied, WaitTimeout
+
+
+@dataclass(frozen=True, slots=True)
+class ActorOptions:
+    """How to place and start an actor. `max_concurrency` above 1 is for async actors only."""
+
+    name: str
+    num_cpus: float = 0.0
+    num_gpus: float = 0.0
+    max_concurrency: int = 1
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+class RemoteActor:
+    """A handle to one actor."""
+
+    def __init__(self, handle: ActorHandle[Any], name: str) -> None:
+        self._handle = handle
+        self.name = name
+
+    async def call(self, method: str, /, *args: Any, timeout_s: float | None = None) -> Any:
+        """Call a method and await its result. Cancelling the wait does not stop the method.
+
+        Raises ActorDied when the actor is gone, WaitTimeout after `timeout_s`, else what the method raised.
+        """
+        import anyio
+
+        reference = getattr(self._handle, method).remote(*args)
+        try:
+            with anyio.fail_after(timeout_s):
+                return await reference
+        except TimeoutError as error:
+            raise WaitTimeout(
+                f"{self.name}.{method} did not return within {timeout_s} s",
+                waited_for=f"{self.name}.{method}",
+                timeout_s=timeout_s,
+            ) from error
+        except (ActorDiedError, ActorUnavailableError, RayActorError) as error:
+            raise ActorDied(f"{self.name} died in {method}: {error}", actor=self.name) from error
+        except GetTimeoutError as error:
+            raise WaitTimeout(f"{self.name}.{method}: {error}", waited_for=f"{self.name}.{method}") from error
+        except RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, Exception):
+                raise cause from error
+            raise
+
+    def kill(self) -> None:
+        """End the actor's process at once. Harmless when it is gone."""
+        ray.kill(self._handle, no_restart=True)
+
+
+def start_actor(cls: type[Any], /, *args: Any, options: ActorOptions) -> RemoteActor:
+    """Start an actor of class `cls`. It is alive once its first call returns."""
+    runtime_env = {"env_vars": dict(options.env)} if options.env else None
+    remote_class = ray.remote(cls)
+    handle = remote_class.options(
+        num_cpus=options.num_cpus,
+        num_gpus=options.num_gpus,
+        max_concurrency=options.max_concurrency,
+        runtime_env=runtime_env,
+    ).remote(*args)
+    return RemoteActor(handle, options.name)
