@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import anyio
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
@@ -41,8 +42,6 @@ class RemoteActor:
 
         Raises ActorDied when the actor is gone, WaitTimeout after `timeout_s`, else what the method raised.
         """
-        import anyio
-
         reference = getattr(self._handle, method).remote(*args)
         try:
             with anyio.fail_after(timeout_s):
