@@ -1,0 +1,54 @@
+"""Names in the configuration that stand for code: a built-in's name, or `package.module:function`.
+
+Data sources and rewards look their names up here, so that both report a wrong one in the same words.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+from controllers.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The tail of an error message about an unknown name: the nearest known one, or all of them."""
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(names)}"
+
+
+def resolve(key: str, name: str, builtin: Mapping[str, T]) -> T | object:
+    """The object that the configuration key `key` names: one of `builtin`, or what `package.module:attribute` holds.
+
+    Raises ConfigError, naming `key` and quoting `name`, when there is none, or when importing its module fails.
+    """
+    if name in builtin:
+        return builtin[name]
+    if ":" not in name:
+        hint = did_you_mean(name, builtin)
+        raise ConfigError(f"{key}: unknown name {name!r}{hint} (or package.module:function)", key=key)
+    return _import_attribute(key, name)
+
+
+def _import_attribute(key: str, name: str) -> object:
+    module_name, _, attribute = name.partition(":")
+    if not module_name or not attribute:
+        raise ConfigError(f"{key}: {name!r} is not of the form package.module:function", key=key)
+    try:
+        found: object = importlib.import_module(module_name)
+    except Exception as error:  # noqa: BLE001 - a person's module may raise anything; it is reported as their key's fault
+        detail = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{key}: {name!r}: cannot import {module_name!r} ({detail})", key=key) from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            hint = did_you_mean(part, (n for n in vars(found) if not n.startswith("_"))) if hasattr(
+                found, "__dict__"
+            ) else ""
+            raise ConfigError(f"{key}: {name!r}: {module_name!r} has no {part!r}{hint}", key=key)
+        found = getattr(found, part)
+    return found
