@@ -1,0 +1,126 @@
+"""What a Hugging Face model folder holds, read without torch: `miles check` and the assembly ask before anything starts.
+
+Only headers are read, never the weights. Whatever is wrong is a ConfigError that names `model.path` and quotes it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from controllers.errors import ConfigError
+from miles.registry import did_you_mean
+
+SUPPORTED_ARCHITECTURES: tuple[str, ...] = ("Qwen3ForCausalLM",)
+"""What the trainer and the embedded engine can run, as `config.json` names it."""
+
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_MAX_HEADER_BYTES = 100_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """A model folder in short. `context_length` is in tokens; `parameters` counts a tied output head once."""
+
+    architecture: str
+    vocab_size: int
+    context_length: int
+    parameters: int
+
+
+def inspect_model_folder(path: Path) -> ModelInfo:
+    """Check that a folder can be trained and say what is in it.
+
+    Raises ConfigError for: no folder, no config.json, an unsupported architecture, no safetensors weights or a file of
+    them that is missing or cut short, no tokenizer.json.
+    """
+    if not path.is_dir():
+        raise _fault(path, "is not a folder")
+    config = _read_config(path)
+    architecture = _architecture(path, config)
+    vocab_size = _positive(path, config, "vocab_size")
+    context_length = _positive(path, config, "max_position_embeddings")
+    parameters = sum(_count_parameters(path, file) for file in _weight_files(path))
+    if not (path / "tokenizer.json").is_file():
+        raise _fault(path, "has no tokenizer.json")
+    return ModelInfo(architecture, vocab_size, context_length, parameters)
+
+
+def _fault(path: Path, problem: str) -> ConfigError:
+    return ConfigError(f"model.path: {str(path)!r} {problem}", key="model.path")
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not (path / "config.json").is_file():
+        raise _fault(path, "has no config.json")
+    return _read_object(path, "config.json")
+
+
+def _read_object(path: Path, name: str) -> dict[str, Any]:
+    try:
+        content = json.loads((path / name).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise _fault(path, f"has an unreadable {name}: {error}") from error
+    if not isinstance(content, dict):
+        raise _fault(path, f"has a {name} that does not hold a JSON object")
+    return content
+
+
+def _architecture(path: Path, config: Mapping[str, Any]) -> str:
+    named = config.get("architectures")
+    architecture = str(named[0]) if isinstance(named, list) and named else "none"
+    if architecture not in SUPPORTED_ARCHITECTURES:
+        raise _fault(
+            path, f"is of architecture {architecture!r}{did_you_mean(architecture, SUPPORTED_ARCHITECTURES)}"
+        )
+    return architecture
+
+
+def _positive(path: Path, config: Mapping[str, Any], key: str) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise _fault(path, f"has a config.json whose {key} is {value!r}, not a positive integer")
+    return value
+
+
+def _weight_files(path: Path) -> list[str]:
+    """Names of the safetensors files: the only one, or those that the index lists."""
+    if (path / _WEIGHTS).is_file():
+        return [_WEIGHTS]
+    if not (path / _INDEX).is_file():
+        raise _fault(path, f"has no weights ({_WEIGHTS} or {_INDEX})")
+    weight_map = _read_object(path, _INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise _fault(path, f"has an {_INDEX} without a weight_map")
+    names = sorted({str(name) for name in weight_map.values()})
+    for name in names:
+        if not (path / name).is_file():
+            raise _fault(path, f"lacks {name}, which its {_INDEX} lists")
+    return names
+
+
+def _count_parameters(path: Path, name: str) -> int:
+    """Elements of all tensors in a safetensors file, whose size must be what its header says."""
+    file = path / name
+    with file.open("rb") as stream:
+        header_bytes = int.from_bytes(stream.read(8), "little")
+        if not 0 < header_bytes <= min(_MAX_HEADER_BYTES, file.stat().st_size - 8):
+            raise _fault(path, f"has a {name} that is not a safetensors file")
+        try:
+            header = json.loads(stream.read(header_bytes))
+            tensors = [entry for key, entry in header.items() if key != "__metadata__"]
+            end = max((entry["data_offsets"][1] for entry in tensors), default=0)
+            elements = sum(math.prod(entry["shape"]) for entry in tensors)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise _fault(path, f"has a {name} whose header cannot be read") from error
+    expected = 8 + header_bytes + end
+    if file.stat().st_size != expected:
+        raise _fault(path, f"has a {name} of {file.stat().st_size} bytes where its header says {expected}")
+    if not tensors:
+        raise _fault(path, f"has a {name} without tensors")
+    return elements
