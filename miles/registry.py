@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
+import sys
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
@@ -14,12 +16,16 @@ from controllers.errors import ConfigError
 
 T = TypeVar("T")
 
+_FEW = 10
+
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The tail of an error message about an unknown name: the nearest known one, or all of them."""
+    """The tail of an error message about an unknown name: the nearest known one, or all if they are few."""
     names = sorted(known)
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(names)}"
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    return f"; known: {', '.join(names)}" if 0 < len(names) <= _FEW else ""
 
 
 def resolve(key: str, name: str, builtin: Mapping[str, T]) -> T | object:
@@ -39,16 +45,18 @@ def _import_attribute(key: str, name: str) -> object:
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
         raise ConfigError(f"{key}: {name!r} is not of the form package.module:function", key=key)
+    if os.getcwd() not in sys.path:
+        # The console script does not look there, and a person's reward lies next to their config. Last, so that no
+        # file of theirs takes the place of an installed module.
+        sys.path.append(os.getcwd())
     try:
         found: object = importlib.import_module(module_name)
-    except Exception as error:  # noqa: BLE001 - a person's module may raise anything; it is reported as their key's fault
+    except Exception as error:  # a person's module may raise anything; it is a fault of their key
         detail = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{key}: {name!r}: cannot import {module_name!r} ({detail})", key=key) from error
     for part in attribute.split("."):
         if not hasattr(found, part):
-            hint = did_you_mean(part, (n for n in vars(found) if not n.startswith("_"))) if hasattr(
-                found, "__dict__"
-            ) else ""
+            hint = did_you_mean(part, (known for known in dir(found) if not known.startswith("_")))
             raise ConfigError(f"{key}: {name!r}: {module_name!r} has no {part!r}{hint}", key=key)
         found = getattr(found, part)
     return found

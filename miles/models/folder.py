@@ -1,4 +1,4 @@
-"""What a Hugging Face model folder holds, read without torch: `miles check` and the assembly ask before anything starts.
+"""What a Hugging Face model folder holds, read without torch. `miles check` and the assembly ask before a run starts.
 
 Only headers are read, never the weights. Whatever is wrong is a ConfigError that names `model.path` and quotes it.
 """
@@ -115,7 +115,7 @@ def _count_parameters(path: Path, name: str) -> int:
             header = json.loads(stream.read(header_bytes))
             tensors = [entry for key, entry in header.items() if key != "__metadata__"]
             end = max((entry["data_offsets"][1] for entry in tensors), default=0)
-            elements = sum(math.prod(entry["shape"]) for entry in tensors)
+            elements = sum(int(math.prod(entry["shape"])) for entry in tensors)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise _fault(path, f"has a {name} whose header cannot be read") from error
     expected = 8 + header_bytes + end

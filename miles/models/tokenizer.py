@@ -47,7 +47,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         raise ConfigError(f"model.path: {str(folder)!r} has no tokenizer.json", key="model.path")
     try:
         fast = FastTokenizer.from_file(str(file))
-    except Exception as error:  # noqa: BLE001 - the library raises bare Exception for any fault in the file
+    except Exception as error:  # the library raises a bare Exception for any fault in the file
         raise ConfigError(f"model.path: cannot read {str(file)!r}: {error}", key="model.path") from error
     return Tokenizer(fast, eos_ids=_eos_ids(folder, fast))
 
