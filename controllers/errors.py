@@ -13,6 +13,7 @@ MilesError
 ├── EngineFailed                the engine left service while it was being used
 ├── FleetDegraded               too few engines are left, and none will come
 ├── WaitTimeout                 a deadline passed; names what was waited for
+├── SubscriberOverflow          an event subscriber fell behind, and was closed rather than losing events silently
 └── WeightSyncError
     ├── VersionRegression       a version that does not rise
     └── PublishFailed
@@ -91,6 +92,10 @@ class FleetDegraded(MilesError):
 
 class WaitTimeout(MilesError):
     """A deadline passed. `waited_for` says in words what for."""
+
+
+class SubscriberOverflow(MilesError):
+    """A subscriber of the event bus fell behind its buffer (`subscriber`, `buffer`) and was closed at the gap."""
 
 
 class WeightSyncError(MilesError):

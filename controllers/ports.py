@@ -53,7 +53,11 @@ class Engine(Protocol):
         """Tensor-parallel ranks, each of which votes on its own."""
 
     async def health(self, timeout_s: float) -> EngineHealth:
-        """Probe it. Never queued behind generation."""
+        """Probe it. Never queued behind generation.
+
+        An error may carry `tokens_generated` (an id of the exception) where the count could be read all the same:
+        an engine that refuses probes but makes progress is busy, not dead.
+        """
 
     async def abort(self, request_id: str) -> None:
         """Abort one request by its exact id; unknown ids are ignored."""
