@@ -1,0 +1,102 @@
+"""Where structlog writes: readable lines on standard error, JSON lines in the run folder.
+
+`log_to` is entered once by whoever runs a run. Standard library loggers (asyncio, aiohttp, ray) join at WARNING.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import orjson
+import structlog
+from structlog.typing import EventDict, WrappedLogger
+
+Level = Literal["debug", "info", "warning", "error"]
+
+
+@contextmanager
+def log_to(file: Path, level: Level = "info", console_level: Level | None = None) -> Iterator[None]:
+    """Log to `file`, as JSON lines of at least `level`, and to standard error, of at least `console_level`.
+
+    `console_level` None is the same level. What was configured before is put back on leaving.
+    """
+    before = structlog.get_config() if structlog.is_configured() else None
+    handler = _ForwardHandler(logging.WARNING)
+    root = logging.getLogger()
+    with file.open("ab", buffering=0) as stream:
+        structlog.configure(
+            processors=[
+                structlog.contextvars.merge_contextvars,
+                structlog.processors.add_log_level,
+                structlog.stdlib.add_logger_name,
+                structlog.processors.format_exc_info,
+                structlog.processors.TimeStamper(fmt="iso", utc=True),
+                _FileSink(stream),
+                _ConsoleGate(_number(console_level or level)),
+                structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), pad_event_to=0, pad_level=False),
+            ],
+            wrapper_class=structlog.make_filtering_bound_logger(_number(level)),
+            logger_factory=_StderrLogger,
+            cache_logger_on_first_use=False,
+        )
+        root.addHandler(handler)
+        try:
+            yield
+        finally:
+            root.removeHandler(handler)
+            structlog.reset_defaults()
+            if before is not None:
+                structlog.configure(**before)
+
+
+def _number(level: str) -> int:
+    return logging.getLevelNamesMapping()[level.upper()]
+
+
+class _FileSink:
+    """A processor that writes the event and passes it on."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+
+    def __call__(self, logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+        self._stream.write(orjson.dumps(dict(event), option=orjson.OPT_APPEND_NEWLINE, default=repr))
+        return event
+
+
+class _ConsoleGate:
+    """A processor that keeps events below a level off the console."""
+
+    def __init__(self, level: int) -> None:
+        self._level = level
+
+    def __call__(self, logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+        if _number(str(event["level"])) < self._level:
+            raise structlog.DropEvent
+        return event
+
+
+class _StderrLogger:
+    """The last link: prints to what is standard error at that moment, which a live display may have replaced."""
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+
+    def msg(self, message: str) -> None:
+        print(message, file=sys.stderr)
+
+    debug = info = warning = error = critical = log = msg
+
+
+class _ForwardHandler(logging.Handler):
+    """Hands records of the standard library's loggers to structlog."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        details: dict[str, Any] = {"exc_info": record.exc_info} if record.exc_info else {}
+        logger = structlog.get_logger(record.name)
+        logger.log(min(record.levelno, logging.CRITICAL), record.getMessage(), **details)
