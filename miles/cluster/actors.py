@@ -14,14 +14,17 @@ from typing import Any
 import anyio
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 
 from controllers.errors import ActorDied, WaitTimeout
 
 
 @dataclass(frozen=True, slots=True)
 class ActorOptions:
-    """How to place and start an actor. `max_concurrency` above 1 is for async actors only."""
+    """How to place and start an actor. `max_concurrency` above 1 is for async actors only.
+
+    `env` costs a second at the start: Ray cannot use a process that it has warm.
+    """
 
     name: str
     num_cpus: float = 0.0
@@ -43,28 +46,27 @@ class RemoteActor:
         Raises ActorDied when the actor is gone, WaitTimeout after `timeout_s`, else what the method raised.
         """
         reference = getattr(self._handle, method).remote(*args)
-        try:
-            with anyio.fail_after(timeout_s):
+        with anyio.move_on_after(timeout_s):
+            try:
                 return await reference
-        except TimeoutError as error:
-            raise WaitTimeout(
-                f"{self.name}.{method} did not return within {timeout_s} s",
-                waited_for=f"{self.name}.{method}",
-                timeout_s=timeout_s,
-            ) from error
-        except (ActorDiedError, ActorUnavailableError, RayActorError) as error:
-            raise ActorDied(f"{self.name} died in {method}: {error}", actor=self.name) from error
-        except GetTimeoutError as error:
-            raise WaitTimeout(f"{self.name}.{method}: {error}", waited_for=f"{self.name}.{method}") from error
-        except RayTaskError as error:
-            cause = error.cause
-            if isinstance(cause, Exception):
-                raise cause from error
-            raise
+            except RayTaskError as error:
+                # First: Ray's class derives from what the method raised too, and could pass for another error below.
+                cause = error.cause
+                if isinstance(cause, Exception):
+                    raise cause from error
+                raise
+            except RayActorError as error:
+                raise ActorDied(f"{self.name} died in {method}: {error}", actor=self.name) from error
+        raise WaitTimeout(
+            f"{self.name}.{method} did not return within {timeout_s} s",
+            waited_for=f"{self.name}.{method}",
+            timeout_s=timeout_s,
+        )
 
     def kill(self) -> None:
-        """End the actor's process at once. Harmless when it is gone."""
-        ray.kill(self._handle, no_restart=True)
+        """End the actor's process at once. Harmless when it, or all of Ray, is gone."""
+        if ray.is_initialized():
+            ray.kill(self._handle, no_restart=True)
 
 
 def start_actor(cls: type[Any], /, *args: Any, options: ActorOptions) -> RemoteActor:
