@@ -1,0 +1,76 @@
+"""What the trainer needs to know, as one frozen value. Torch-free: the driver makes it, every rank reads it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from controllers.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerOptions:
+    """Options of `MegatronTrainer` and its ranks. Raises ConfigError for values that cannot work."""
+
+    model_path: Path
+    """Hugging Face folder: config.json, safetensors, tokenizer files."""
+    seed: int = 0
+    dtype: str = "float32"
+    """Parameters, gradients and optimizer state; only float32 is built on CPU."""
+    lr: float = 3e-4
+    """Peak learning rate of reinforcement learning; the warm-up stage brings its own."""
+    lr_warmup_steps: int = 10
+    """Steps over which the rate climbs linearly from lr / lr_warmup_steps to lr."""
+    lr_decay_steps: int = 500
+    """Step at which the linear decay ends: usually the total number of RL steps."""
+    lr_final_fraction: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_grad: float = 1.0
+    """Largest global gradient norm; 0 means no clipping."""
+    micro_batch_tokens: int = 8192
+    """Token budget of one packed micro-batch; a longer sequence gets a micro-batch of its own."""
+    temperature: float = 1.0
+    """Sampling temperature of the rollouts, applied to the trainer's logits too."""
+    threads: int = 1
+    """Compute threads of a rank."""
+    advantage: str = "grpo"
+    """A name of miles.algorithms.registry, or `module:function`."""
+    advantage_options: Mapping[str, object] = field(default_factory=dict)
+    loss: str = "clipped"
+    clip: tuple[float, float] = (0.2, 0.28)
+    """The ratio is clipped to [1 - clip[0], 1 + clip[1]]."""
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    data_parallel: int = 1
+    start_timeout_s: float = 180.0
+    """Deadline for a rank to load its model."""
+    call_timeout_s: float = 600.0
+    """Deadline of every later call: step, logprobs, on_each_rank, save, load, export."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of trainer ranks."""
+        return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
+
+    def __post_init__(self) -> None:
+        positive = ("lr", "eps", "temperature", "micro_batch_tokens", "lr_decay_steps", "threads")
+        for key in (*positive, "start_timeout_s", "call_timeout_s"):
+            value = getattr(self, key)
+            if not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"trainer {key} must be above 0, not {value!r}", key=key)
+        for key in ("lr_warmup_steps", "weight_decay", "clip_grad", "lr_final_fraction"):
+            value = getattr(self, key)
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"trainer {key} must be 0 or more, not {value!r}", key=key)
+        if self.dtype != "float32":
+            raise ConfigError(f"trainer dtype {self.dtype!r} is not supported on CPU: use float32", key="dtype")
+        for key in ("tensor_parallel", "pipeline_parallel", "data_parallel"):
+            value = getattr(self, key)
+            if value != 1:
+                raise ConfigError(f"trainer {key} = {value!r} is not supported yet: use 1", key=key)
+        if not 0 <= self.clip[0] < 1 or self.clip[1] < 0:
+            raise ConfigError(f"algorithm clip must be [0 <= low < 1, high >= 0], not {self.clip!r}", key="clip")
