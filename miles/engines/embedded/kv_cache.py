@@ -1,0 +1,63 @@
+"""KV rows: the keys and values of up to `rows` sequences, in one tensor.
+
+Running sequences occupy rows 0..n-1 without holes, so that a decode step reads plain slices and gathers nothing; the
+owner keeps it so by moving the last row into a hole. Positions beyond a row's length hold garbage that no query's
+mask lets through. The position axis grows on demand: rows that are no longer than needed stay in the CPU's caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from miles.engines.embedded.model_config import ModelConfig
+
+
+class KvRows:
+    """`data` is [layers, 2 (key, value), rows, kv_heads, capacity, head_dim]."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, rows: int, capacity: int) -> None:
+        shape = (config.num_hidden_layers, 2, rows, config.num_key_value_heads, capacity, config.head_dim)
+        self.data = torch.empty(shape, dtype=dtype)
+
+    @property
+    def rows(self) -> int:
+        return self.data.shape[2]
+
+    @property
+    def capacity(self) -> int:
+        """Positions per row."""
+        return self.data.shape[4]
+
+    def reserve(self, length: int) -> None:
+        """Make room for `length` positions in every row, keeping what is there."""
+        old = self.capacity
+        if length <= old:
+            return
+        # An odd capacity keeps rows off power-of-two strides, which would compete for the same cache sets.
+        data = self.data.new_empty((*self.data.shape[:4], (length + length // 2) | 1, self.data.shape[5]))
+        data[..., :old, :] = self.data
+        self.data = data
+
+    def place(self, row: int, start: int, segment: Tensor) -> int:
+        """Copy `segment` [layers, 2, kv_heads, n, head_dim] to positions start.. of a row; returns start + n."""
+        end = start + segment.shape[3]
+        self.data[:, :, row, :, start:end] = segment
+        return end
+
+    def place_all(self, row: int, segments: Sequence[Tensor]) -> int:
+        """Copy consecutive segments to a row from position 0; returns the number of positions."""
+        end = 0
+        for segment in segments:
+            end = self.place(row, end, segment)
+        return end
+
+    def view(self, row: int, start: int, end: int) -> Tensor:
+        """Positions [start, end) of a row, as [layers, 2, kv_heads, n, head_dim]; shares memory."""
+        return self.data[:, :, row, :, start:end]
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` positions of one row to another."""
+        self.data[:, :, target, :, :length] = self.data[:, :, source, :, :length]

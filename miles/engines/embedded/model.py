@@ -1,0 +1,200 @@
+"""The decoder in plain torch. Parameters are fused and named as SGLang's, so one weight loader serves both engines.
+
+Called by the scheduler (forward), by custom weight loaders (`named_parameters`, `config`, `load_weights`) and by the
+weight updater. No buffer is derived from a parameter: whatever proves the parameters proves the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from miles.engines.embedded.attention import StepAttention
+from miles.engines.embedded.model_config import ModelConfig
+
+_FUSED = {
+    "q_proj": ("qkv_proj", 0),
+    "k_proj": ("qkv_proj", 1),
+    "v_proj": ("qkv_proj", 2),
+    "gate_proj": ("gate_up_proj", 0),
+    "up_proj": ("gate_up_proj", 1),
+}
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last axis, computed in float32."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+
+
+class Weight(nn.Module):
+    """A weight, and a bias where the projection has one. A module only for the sake of parameter names."""
+
+    def __init__(self, *shape: int, bias: bool = False, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(shape[0], dtype=dtype), requires_grad=False) if bias else None
+
+
+class Attention(nn.Module):
+    """`qkv_proj` rows: all q heads, then k, then v."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        q = config.num_attention_heads * config.head_dim
+        kv = config.num_key_value_heads * config.head_dim
+        self.qkv_proj = Weight(q + 2 * kv, config.hidden_size, bias=config.attention_bias, dtype=dtype)
+        self.o_proj = Weight(config.hidden_size, q, dtype=dtype)
+        if config.qk_norm:
+            self.q_norm = Weight(config.head_dim, dtype=dtype)
+            self.k_norm = Weight(config.head_dim, dtype=dtype)
+
+
+class Mlp(nn.Module):
+    """`gate_up_proj` rows: gate, then up."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.gate_up_proj = Weight(2 * config.intermediate_size, config.hidden_size, dtype=dtype)
+        self.down_proj = Weight(config.hidden_size, config.intermediate_size, dtype=dtype)
+
+
+class Layer(nn.Module):
+    """One transformer block. Keeps its Parameter objects at hand: a module's attribute lookup costs a microsecond."""
+
+    def __init__(self, index: int, config: ModelConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, dtype)
+        self.mlp = Mlp(config, dtype)
+        self.input_layernorm = Weight(config.hidden_size, dtype=dtype)
+        self.post_attention_layernorm = Weight(config.hidden_size, dtype=dtype)
+        self._index, self._config = index, config
+        attn, mlp = self.self_attn, self.mlp
+        self._norms = (self.input_layernorm.weight, self.post_attention_layernorm.weight)
+        self._head_norms = (attn.q_norm.weight, attn.k_norm.weight) if config.qk_norm else None
+        self._matrices = (attn.qkv_proj.weight, attn.o_proj.weight, mlp.gate_up_proj.weight, mlp.down_proj.weight)
+        self._qkv_bias = attn.qkv_proj.bias
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: StepAttention) -> Tensor:
+        """x [rows, tokens, hidden] -> the same shape."""
+        config, eps = self._config, self._config.rms_norm_eps
+        qkv_weight, o_weight, gate_up_weight, down_weight = self._matrices
+        q_heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        qkv = F.linear(rms_norm(x, self._norms[0], eps), qkv_weight, self._qkv_bias)
+        qkv = qkv.view(*x.shape[:2], q_heads + 2 * kv_heads, head_dim)
+        rotated = qkv[:, :, : q_heads + kv_heads]
+        if self._head_norms is not None:
+            q_weight, k_weight = self._head_norms
+            q = rms_norm(rotated[:, :, :q_heads], q_weight, eps)
+            k = rms_norm(rotated[:, :, q_heads:], k_weight, eps)
+            normed = torch.cat((q, k), 2)
+        else:
+            normed = rotated
+        # sin is negative in its first half, so rolling by half a head is the rotation.
+        torch.addcmul(normed * cos, normed.roll(head_dim // 2, -1), sin, out=rotated)
+        x = x + F.linear(attention(self._index, qkv[:, :, :q_heads], qkv[:, :, q_heads:]), o_weight)
+        gate, up = F.linear(rms_norm(x, self._norms[1], eps), gate_up_weight).chunk(2, -1)
+        return x + F.linear(F.silu(gate) * up, down_weight)
+
+
+class Transformer(nn.Module):
+    """Embedding, layers and the final norm: what SGLang calls `model`."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.embed_tokens = Weight(config.vocab_size, config.hidden_size, dtype=dtype)
+        self.layers = nn.ModuleList(Layer(i, config, dtype) for i in range(config.num_hidden_layers))
+        self.norm = Weight(config.hidden_size, dtype=dtype)
+
+
+class Decoder(nn.Module):
+    """A Qwen3 (Qwen2, Llama) language model. `config` holds the Hugging Face config values."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, context_length: int) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Transformer(config, dtype)
+        self.lm_head = (
+            self.model.embed_tokens
+            if config.tie_word_embeddings
+            else Weight(config.vocab_size, config.hidden_size, dtype=dtype)
+        )
+        self._layers: list[Layer] = [layer for layer in self.model.layers if isinstance(layer, Layer)]
+        inverse = config.rope_theta ** (-torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim)
+        angles = torch.outer(torch.arange(context_length, dtype=torch.float32), inverse)
+        # Plain attributes, not buffers: they belong to positions, not to the weights.
+        self._cos = torch.cat((angles.cos(), angles.cos()), -1).to(dtype)
+        self._sin = torch.cat((-angles.sin(), angles.sin()), -1).to(dtype)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.norm.weight.dtype
+
+    def forward(self, tokens: Tensor, positions: Tensor, attention: StepAttention) -> Tensor:
+        """Token ids and positions [rows, tokens] -> last hidden states [rows, tokens, hidden], before the norm.
+
+        Stores the tokens' keys and values in the cache behind `attention`. Positions beyond the context (padding
+        only) are clipped.
+        """
+        at = positions.clamp(max=self._cos.shape[0] - 1)
+        cos, sin = self._cos[at].unsqueeze(2), self._sin[at].unsqueeze(2)
+        x = F.embedding(tokens, self.model.embed_tokens.weight)
+        for layer in self._layers:
+            x = layer(x, cos, sin, attention)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Last hidden states [rows, hidden] -> float32 logits [rows, vocabulary]."""
+        normed = rms_norm(hidden, self.model.norm.weight, self.config.rms_norm_eps)
+        return F.linear(normed, self.lm_head.weight).float()
+
+    def destination(self, name: str) -> Tensor | None:
+        """The live memory that the Hugging Face tensor `name` belongs to; None where the model has no use for it.
+
+        Parameters' own (fused) names are understood too. Raises KeyError for a name that is neither.
+        """
+        parameters = dict(self.named_parameters())
+        if name in parameters:
+            return parameters[name].data
+        if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.config.tie_word_embeddings):
+            return None
+        for part, (fused, place) in _FUSED.items():
+            target = name.replace(f".{part}.", f".{fused}.")
+            if target != name and target in parameters:
+                start, end = self._fused_rows(fused, place)
+                return parameters[target].data[start:end]
+        raise KeyError(f"the model has no parameter for {name!r}")
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy Hugging Face tensors into the live parameters, each as it comes.
+
+        Raises KeyError for an unknown name and ValueError for a wrong shape; tensors before it are written by then.
+        """
+        for name, tensor in weights:
+            target = self.destination(name)
+            if target is None:
+                continue
+            if target.shape != tensor.shape:
+                raise ValueError(f"{name} has shape {list(tensor.shape)}, the model wants {list(target.shape)}")
+            target.copy_(tensor)
+
+    def initialize(self, seed: int) -> None:
+        """Fill the parameters with random values, the same for the same seed."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                parameter.data.zero_()
+            elif "norm" in name:
+                parameter.data.fill_(1.0)
+            else:
+                parameter.data.normal_(0.0, self.config.initializer_range, generator=generator)
+
+    def _fused_rows(self, fused: str, place: int) -> tuple[int, int]:
+        config = self.config
+        q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        sizes = [q, kv, kv] if fused == "qkv_proj" else [config.intermediate_size] * 2
+        start = sum(sizes[:place])
+        return start, start + sizes[place]
