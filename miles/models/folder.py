@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from controllers.errors import ConfigError
-from miles.registry import did_you_mean
 
 SUPPORTED_ARCHITECTURES: tuple[str, ...] = ("Qwen3ForCausalLM",)
 """What the trainer and the embedded engine can run, as `config.json` names it."""
@@ -75,9 +74,8 @@ def _architecture(path: Path, config: Mapping[str, Any]) -> str:
     named = config.get("architectures")
     architecture = str(named[0]) if isinstance(named, list) and named else "none"
     if architecture not in SUPPORTED_ARCHITECTURES:
-        raise _fault(
-            path, f"is of architecture {architecture!r}{did_you_mean(architecture, SUPPORTED_ARCHITECTURES)}"
-        )
+        supported = ", ".join(SUPPORTED_ARCHITECTURES)
+        raise _fault(path, f"is of architecture {architecture!r}; supported: {supported}")
     return architecture
 
 
@@ -96,7 +94,7 @@ def _weight_files(path: Path) -> list[str]:
         raise _fault(path, f"has no weights ({_WEIGHTS} or {_INDEX})")
     weight_map = _read_object(path, _INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise _fault(path, f"has an {_INDEX} without a weight_map")
+        raise _fault(path, f"has a {_INDEX} without a weight_map")
     names = sorted({str(name) for name in weight_map.values()})
     for name in names:
         if not (path / name).is_file():

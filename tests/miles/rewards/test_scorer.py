@@ -69,7 +69,7 @@ async def test_coroutine_functions_are_awaited_up_to_the_deadline(
     function: RewardFunction, reward: float | None, abstained: dict[str, int]
 ) -> None:
     """Fails by the test's own time limit when `_await_in_loop` has no deadline."""
-    found = load_reward(f"{FUNCTIONS}:{function.__name__}")  # type: ignore[attr-defined]
+    found = load_reward(f"{FUNCTIONS}:{function.__name__}")
     async with Scorer(found, ByteEncoder(), ScorerOptions(timeout_s=0.02)) as scorer:
         assert await scorer.score(_prompt("l"), ()) == reward
     assert scorer.statistics().abstained == abstained

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 
@@ -149,4 +150,8 @@ anyio.run(main)
         worker = psutil.Process(int(driver.stdout.readline()))
         assert driver.stderr.readline() == b"it hangs\n"
         driver.kill()
-        worker.wait(timeout=10)
+        try:
+            worker.wait(timeout=10)
+        finally:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                worker.kill()
