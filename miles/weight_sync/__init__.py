@@ -1,0 +1,1 @@
+"""Weight sync: publishing a trainer's weights and getting them, proven, into engines that keep generating."""
