@@ -7,12 +7,11 @@ them. It returns a number, or None to abstain. It may be `async`.
 
 from __future__ import annotations
 
-from itertools import zip_longest
-
 
 def share_of_characters(prompt: str, response: str, label: str) -> float | None:
     """From 0 to 1; characters too many count as wrong ones."""
     if not label:
         return None
-    pairs = list(zip_longest(response.strip(), label))
-    return sum(written == wanted for written, wanted in pairs) / len(pairs)
+    written = response.strip()
+    right = sum(have == wanted for have, wanted in zip(written, label, strict=False))
+    return right / max(len(written), len(label))
