@@ -73,17 +73,17 @@ class Order:
     def __init__(self, kind: Literal["restart", "stop"], drain_timeout_s: float) -> None:
         self.kind = kind
         self.drain_timeout_s = drain_timeout_s
+        self.error: MilesError | None = None
         self._settled = anyio.Event()
-        self._error: MilesError | None = None
 
     def settle(self, error: MilesError | None = None) -> None:
-        self._error = error
+        self.error = error
         self._settled.set()
 
     async def wait(self) -> None:
         await self._settled.wait()
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
 
 
 class EngineSupervisor:
@@ -308,8 +308,8 @@ class EngineSupervisor:
                         return False
                     continue
                 reason = f"out of restart budget ({options.restart_budget}); last: {member.state.reason}"
+                self._abandon_orders(reason)  # before the state shows, so that its cause is known to whoever sees it
                 self._fleet.transition(member, Stopped(), reason)
-                self._abandon_orders(reason)
             await self._ordered.wait()
 
     def _backoff_s(self) -> float:

@@ -8,6 +8,7 @@ The budget is looked at and the restart ordered in one turn of the event loop: n
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import anyio
@@ -50,7 +51,13 @@ class RollingRestart:
         self._fleet = fleet
         self._bus = bus
         self._order = order
-        self._error: MilesError | None = None
+        self._orders: list[Order] = []
+        self._degraded: FleetDegraded | None = None
+
+    @property
+    def _error(self) -> MilesError | None:
+        """Why the plan has failed: a restart that did, or a fleet that leaves it no room."""
+        return next((order.error for order in self._orders if order.error is not None), self._degraded)
 
     async def run(self) -> None:
         """Return when every engine of the plan serves in a new life.
@@ -69,12 +76,14 @@ class RollingRestart:
                     await self._until_budget_allows(engine)
                     if self._error is not None:
                         break
-                    tasks.start_soon(self._follow, self._order(engine))
-            outcome = "finished" if self._error is None else f"failed: {self._error}"
+                    self._orders.append(self._order(engine))
+                    tasks.start_soon(self._follow, self._orders[-1])
+            error = self._error
+            outcome = "finished" if error is None else f"failed: {error}"
         finally:
             self._bus.publish(RollingRestartFinished(plan.engines, outcome))
-        if self._error is not None:
-            raise self._error
+        if error is not None:
+            raise error
 
     async def _until_budget_allows(self, engine: str) -> None:
         """Wait until taking `engine` out keeps the budget, or the plan has failed."""
@@ -82,7 +91,7 @@ class RollingRestart:
             others = [member for member in self._fleet.members if member.engine != engine]
             stopped = [member for member in others if member.is_gone]
             if len(stopped) >= self._plan.max_unavailable:
-                self._error = FleetDegraded(
+                self._degraded = FleetDegraded(
                     f"{engine} cannot be restarted within max_unavailable {self._plan.max_unavailable}: "
                     + "; ".join(str(member) for member in stopped)
                 )
@@ -92,8 +101,6 @@ class RollingRestart:
                 await self._fleet.changes.wait()
 
     async def _follow(self, order: Order) -> None:
-        try:
+        with suppress(MilesError):  # kept in the order, and raised by run
             await order.wait()
-        except MilesError as error:
-            self._error = self._error or error
-            self._fleet.changes.notify()
+        self._fleet.changes.notify()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import anyio
+import pytest
 
 from controllers.errors import StaleIncarnation
 from controllers.event_bus import Subscription
@@ -27,6 +28,11 @@ NO_HEALTH = HealthOptions(interval_s=1e6)
 
 def version(number: int) -> WeightVersion:
     return WeightVersion(number, step=number - 1, lineage=0, digest=f"{number:016x}")
+
+
+def about(seconds: float) -> Any:
+    """`anyio.wait_all_tasks_blocked` moves the clock by a tenth of a second."""
+    return pytest.approx(seconds, abs=0.25)
 
 
 @dataclass
@@ -55,13 +61,6 @@ class EventLog:
             for at, event in self.entries
             if isinstance(event, EngineStateChanged) and event.engine == engine and event.state == state
         ]
-
-    def available(self) -> Iterator[int]:
-        """How many engines serve or update, after each change of state."""
-        states: dict[str, str] = {}
-        for event in self.of(EngineStateChanged):
-            states[event.engine] = event.state
-            yield sum(state in ("Serving", "Updating") for state in states.values())
 
 
 @dataclass
