@@ -129,14 +129,14 @@ class Journal:
             payload = msgspec.msgpack.encode(group, enc_hook=str)
             _execute(db, "INSERT INTO finished VALUES (?, ?, ?)", group.group_id, group.sampled_step, payload)
 
-        self._writer.submit(write)
+        self._writer.post(write)
 
     def ended(self, group_id: str, outcome: Outcome, reason: str | None, step: int | None) -> None:
         """Record a group's outcome. A second one for the same group fails the journal."""
         self._record("INSERT INTO outcomes VALUES (?, ?, ?, ?)", group_id, outcome, reason, step)
 
     def _record(self, sql: str, *values: object) -> None:
-        self._writer.submit(lambda db: _execute(db, sql, *values))
+        self._writer.post(lambda db: _execute(db, sql, *values))
 
     # LedgerStore
 

@@ -39,17 +39,21 @@ class JournalWriter:
         """Whether nothing more can be submitted."""
         return self._closed or self._failure is not None
 
+    def post(self, write: Write) -> None:
+        """Queue a write that nobody waits for. Raises JournalFailed when `max_backlog` writes are queued already."""
+        if self._queue.qsize() >= self._max_backlog:
+            raise JournalFailed(f"{self._path}: {self._max_backlog} writes wait for the disk", path=str(self._path))
+        self.submit(write)
+
     def submit(self, write: Write, *, fsync: bool = False) -> Future[None]:
         """Queue a write. Its future is done when it is committed, with `fsync` also forced to the disk.
 
-        Raises JournalFailed when the writer has ended, or is `max_backlog` writes behind.
+        Raises JournalFailed when the writer has ended.
         """
         if self._failure is not None:
             raise JournalFailed(f"{self._path}: {self._failure}", path=str(self._path)) from self._failure
         if self._closed:
             raise JournalFailed(f"{self._path} is closed", path=str(self._path))
-        if self._queue.qsize() >= self._max_backlog:
-            raise JournalFailed(f"{self._path}: {self._max_backlog} writes wait for the disk", path=str(self._path))
         done: Future[None] = Future()
         self._queue.put((write, fsync, done))
         return done

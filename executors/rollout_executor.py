@@ -81,7 +81,7 @@ class RolloutOptions:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.group_size > 1000:
-            raise ValueError(f"group_size must be at most 1000 (request ids have a fixed length), not {self.group_size}")
+            raise ValueError(f"group_size must be at most 1000 (request ids have fixed length), got {self.group_size}")
         if self.max_staleness < 0 or self.max_retries < 0:
             raise ValueError("max_staleness and max_retries must not be negative")
         if self.concurrency is not None and self.concurrency < self.group_size:
