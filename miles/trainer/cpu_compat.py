@@ -27,10 +27,25 @@ def import_megatron() -> None:
         raise ConfigError(f"megatron-core {version} is installed; Miles was checked with {SUPPORTED_VERSION}x")
     # torch.distributed: Megatron's checkpoints rest on a class that torch deprecates.
     warnings.filterwarnings("ignore", module=r"(megatron|torch\.distributed)\b")
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _without_compiler():
         warnings.simplefilter("ignore")
         for module in ("models.gpt.gpt_model", "models.gpt.gpt_layer_specs", "optimizer", "dist_checkpointing"):
             importlib.import_module(f"megatron.core.{module}")
+
+
+@contextmanager
+def _without_compiler() -> Iterator[None]:
+    """Make `torch.compile` decorations plain on CPU: they load the inductor (seconds) and would run a C++ compiler."""
+    import torch
+
+    def plain(function: Any = None, **_options: Any) -> Any:
+        return function if function is not None else lambda wrapped: wrapped
+
+    if torch.cuda.is_available():
+        yield
+        return
+    with mock.patch.object(torch, "compile", plain):
+        yield
 
 
 def _write_in_process(

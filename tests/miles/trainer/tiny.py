@@ -1,0 +1,111 @@
+"""Tiny Hugging Face models on disk, and batches for them."""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from executors.trajectory import Batch, Group, Prompt, StopReason, Trajectory, VersionSpan
+from miles.trainer.learner import Learner
+from miles.trainer.options import TrainerOptions
+
+VOCAB = 67
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+
+
+def write_model(folder: Path, kind: str = "qwen3", *, tied: bool = True, seed: int = 0) -> Path:
+    """Write a random model whose norms and biases are not trivial; returns `folder`."""
+    torch.manual_seed(seed)
+    shared = {**SIZES, "tie_word_embeddings": tied}
+    model: Any
+    if kind == "qwen3":
+        model = Qwen3ForCausalLM(Qwen3Config(**shared, head_dim=16, rope_parameters=ROPE))
+    elif kind == "qwen2":
+        model = Qwen2ForCausalLM(Qwen2Config(**shared, rope_parameters=ROPE))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**shared, rope_parameters=LLAMA3_ROPE if kind == "llama3" else ROPE))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+def reference(folder: Path) -> Any:
+    """The same model in transformers, fp32."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
+
+
+def learner(folder: Path, **options: Any) -> Learner:
+    """A learner on a model folder."""
+    return Learner(TrainerOptions(model_path=folder, **options))
+
+
+def hf_tensors(trained: Learner) -> dict[str, torch.Tensor]:
+    """Copies of a learner's tensors under their Hugging Face names."""
+    from miles.trainer.weights import gather
+
+    return gather(trained.model, trained.arch)
+
+
+def trajectory(
+    prompt: Sequence[int], response: Sequence[int], reward: float | None, logprobs: Sequence[float] | None = None
+) -> Trajectory:
+    """A finished sample of version 1."""
+    values = tuple(logprobs) if logprobs is not None else tuple(-4.0 for _ in response)
+    spans = (VersionSpan(1, 0, len(response), "e0"),) if response else ()
+    return Trajectory(tuple(prompt), tuple(response), values, spans, StopReason.STOP, reward)
+
+
+def batch_of(step: int, *groups: Sequence[Trajectory]) -> Batch:
+    """A batch for `step`."""
+    made = tuple(
+        Group(f"g{index:05d}", Prompt(index, members[0].prompt_ids, ""), tuple(members), step - 1)
+        for index, members in enumerate(groups)
+    )
+    return Batch(made, step, (0,) * len(made))
+
+
+def random_batch(step: int, *, seed: int = 0, groups: int = 3, group_size: int = 4) -> Batch:
+    """Groups of random prompts, responses, rewards and behaviour logprobs near those of a random model."""
+    dice = random.Random(f"{seed}-{step}")
+    made = []
+    for _ in range(groups):
+        prompt = [dice.randrange(VOCAB) for _ in range(dice.randint(1, 6))]
+        members = []
+        for _ in range(group_size):
+            response = [dice.randrange(VOCAB) for _ in range(dice.randint(1, 5))]
+            members.append(
+                trajectory(prompt, response, float(dice.random() < 0.5), [-4.2 + dice.random() * 0.3 for _ in response])
+            )
+        made.append(members)
+    return batch_of(step, *made)
