@@ -1,6 +1,7 @@
 """Checks of a configuration against this machine: files, model folders, plugins, ports. Imports neither torch nor ray.
 
 `load_config` calls `check_environment`; `miles train` also `check_ports`, since only a run needs them to be free.
+The adapters' own checks are imported where they are called, so that `import miles.config` stays light.
 """
 
 from __future__ import annotations
@@ -10,20 +11,17 @@ from importlib.metadata import entry_points
 
 from controllers.errors import ConfigError
 from miles.config.base import KeyProblem
-from miles.config.schema import ModelConfig, RunConfig
+from miles.config.schema import DataConfig, ModelConfig, RunConfig
 from miles.registry import did_you_mean
 
 
 def check_environment(config: RunConfig) -> None:
-    """Raise KeyProblem, or ConfigError from a model folder, for what the configuration names and is not there."""
-    for key, path in (("data.path", config.data.path), ("data.eval_path", config.data.eval_path)):
-        if path is not None and not path.is_file():
-            raise KeyProblem(key, "there is no such file", str(path))
-    transports = {point.name for point in entry_points(group="miles.weight_sync")}
-    if config.weight_sync.transport not in transports:
-        name = config.weight_sync.transport
-        problem = f"unknown transport {name!r}{did_you_mean(name, transports)}"
-        raise ConfigError(f"weight_sync.transport: {problem}", key="weight_sync.transport")
+    """Raise KeyProblem or ConfigError for what the configuration names and is not there.
+
+    A person's own code (`package.module:function`) is looked for only when a run starts: importing it may take long.
+    """
+    _check_names(config)
+    _check_data(config.data)
     context_length = _context_length(config.model)
     if config.rollout.max_tokens >= context_length:
         raise KeyProblem(
@@ -48,7 +46,6 @@ def check_ports(config: RunConfig, host: str = "127.0.0.1") -> None:
 
 
 def _context_length(model: ModelConfig) -> int:
-    # Imported here: they bring numpy, which `import miles.config` does not need.
     if model.path is not None:
         from miles.models.folder import inspect_model_folder
 
@@ -56,3 +53,34 @@ def _context_length(model: ModelConfig) -> int:
     from miles.models.presets import preset_shape
 
     return preset_shape(str(model.preset)).context_length
+
+
+def _check_names(config: RunConfig) -> None:
+    from miles.algorithms import registry as algorithms
+    from miles.rewards.reward import load_reward
+
+    transports = {point.name for point in entry_points(group="miles.weight_sync")}
+    transport = config.weight_sync.transport
+    if transport not in transports:
+        problem = f"unknown transport {transport!r}{did_you_mean(transport, transports)}"
+        raise ConfigError(f"weight_sync.transport: {problem}", key="weight_sync.transport")
+    algorithms.resolve("advantage", config.algorithm.advantage)
+    algorithms.resolve("loss", config.algorithm.loss)
+    if ":" not in config.reward:
+        load_reward(config.reward)
+
+
+def _check_data(data: DataConfig) -> None:
+    from miles.data.registry import check_source
+
+    if ":" in data.source:
+        return
+    check_source(
+        data.source,
+        path=data.path,
+        prompt_key=data.prompt_key,
+        label_key=data.label_key,
+        eval_path=data.eval_path,
+        eval_fraction=data.eval_fraction,
+        options=data.options,
+    )

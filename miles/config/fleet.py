@@ -53,7 +53,7 @@ class EnginesConfig(Section):
     max_concurrency: PositiveInt = 64
     """Requests one engine works on at once; more wait for a lease."""
 
-    args: dict[str, Any] = {}
+    args: dict[str, Any] = Field(default_factory=dict)
     """Further options of the engine kind, passed on as they are."""
 
     port: Annotated[int, Field(ge=1024, le=65535)] | None = None

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from miles.config.base import Count, Fraction, OnlyOne, PositiveInt, Seconds, Section
 
-GROUP_BASELINES = frozenset({"grpo"})
+GROUP_BASELINES = frozenset({"grpo", "rloo"})
 """Advantages whose baseline is made of the other samples of a group."""
 
 
@@ -84,14 +84,16 @@ class AdvantageOptions(Section):
 class AlgorithmConfig(Section):
     """`algorithm`: what a reward does to the weights."""
 
-    advantage: Literal["grpo"] = "grpo"
-    """How rewards become advantages; `grpo` subtracts the mean of the group."""
+    advantage: Annotated[str, Field(min_length=1)] = "grpo"
+    """How rewards become advantages: `grpo` subtracts the mean of the group, `rloo` that of the other samples.
+
+    Or `package.module:function`."""
 
     advantage_options: AdvantageOptions = AdvantageOptions()
     """Details of the advantage."""
 
-    loss: Literal["clipped"] = "clipped"
-    """The policy loss; `clipped` bounds the importance ratio token by token."""
+    loss: Annotated[str, Field(min_length=1)] = "clipped"
+    """The policy loss: `clipped` bounds the importance ratio token by token. Or `package.module:function`."""
 
     clip: Annotated[tuple[Annotated[float, Field(gt=0, lt=1)], Annotated[float, Field(gt=0)]], Field(strict=False)] = (
         0.2,

@@ -33,6 +33,7 @@ _TYPE_WORDS = {
     "model_type": "must be a section of keys",
     "model_attributes_type": "must be a section of keys",
     "tuple_type": "must be a list",
+    "too_long": "has too many entries",
     "path_type": "must be a path",
     "finite_number": "must be a finite number",
 }
@@ -66,7 +67,7 @@ def load_config(path: str | Path, overrides: Overrides = ()) -> RunConfig:
     try:
         check_environment(config)
     except (KeyProblem, ConfigError) as error:
-        key = str(error.key)
+        key = error.key if isinstance(error, KeyProblem) else str(error.ids.get("key", ""))
         raise ConfigError(f"{sources.of(key)}: {error}", path=str(file), key=key) from error
     return config
 

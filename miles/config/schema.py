@@ -57,7 +57,7 @@ class DataConfig(Section):
     """`data`: where prompts come from."""
 
     source: Annotated[str, Field(min_length=1)]
-    """`sort_digits` (made on the spot) or `jsonl` (a file of yours)."""
+    """`sort_digits` (made on the spot), `jsonl` (a file of yours), or `package.module:function`."""
 
     path: FilePath | None = None
     """The file of the `jsonl` source: one JSON object a line."""
@@ -68,7 +68,7 @@ class DataConfig(Section):
     label_key: Annotated[str, Field(min_length=1)] = "label"
     """The field of a line that holds the right answer."""
 
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default_factory=dict)
     """Further options of the source, such as `digits` of `sort_digits`."""
 
     eval_path: FilePath | None = None
@@ -104,7 +104,7 @@ class RunConfig(Section):
     """Where prompts come from."""
 
     reward: Annotated[str, Field(min_length=1)] = "exact_match"
-    """A name, or `package.module:function`."""
+    """`exact_match`, `boxed_math`, or `package.module:function`, called with prompt, response and label."""
 
     reward_timeout_s: Seconds = 30.0
     """How long one call of the reward function may take; a slower one counts as an abstention."""

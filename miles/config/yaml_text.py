@@ -13,7 +13,11 @@ import yaml
 
 from controllers.errors import ConfigError
 
-_FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$|[-+]?\.(?:inf|Inf|INF)$|\.(?:nan|NaN|NAN)$")
+_FLOAT = re.compile(
+    r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$"
+    r"|[-+]?\.(?:inf|Inf|INF)$"
+    r"|\.(?:nan|NaN|NAN)$"
+)
 _INT = re.compile(r"[-+]?[0-9]+$|0o[0-7]+$|0x[0-9a-fA-F]+$")
 _BOOL = re.compile(r"(?:true|True|TRUE|false|False|FALSE)$")
 _NULL = re.compile(r"(?:~|null|Null|NULL|)$")
@@ -21,8 +25,6 @@ _NULL = re.compile(r"(?:~|null|Null|NULL|)$")
 
 class _Loader(yaml.SafeLoader):
     """SafeLoader with the core schema of YAML 1.2."""
-
-    yaml_implicit_resolvers: dict[str | None, list[tuple[str, re.Pattern[str]]]] = {}
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Hashable] = set()
@@ -46,6 +48,7 @@ class _Loader(yaml.SafeLoader):
         return float(text.replace(".inf", "inf").replace(".nan", "nan"))
 
 
+_Loader.yaml_implicit_resolvers = {}  # without those of YAML 1.1 that the class inherits
 _Loader.add_implicit_resolver("tag:yaml.org,2002:bool", _BOOL, list("tTfF"))
 _Loader.add_implicit_resolver("tag:yaml.org,2002:int", _INT, list("-+0123456789"))
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
@@ -65,7 +68,7 @@ _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.012345
 def parse(text: str, origin: str) -> Any:
     """Parse one document. Raises ConfigError with `origin` and the line and column of the fault."""
     try:
-        return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
+        return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""

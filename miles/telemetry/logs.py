@@ -1,6 +1,7 @@
 """Where structlog writes: readable lines on standard error, JSON lines in the run folder.
 
-`log_to` is entered once by whoever runs a run. Standard library loggers (asyncio, aiohttp, ray) join at WARNING.
+`log_to_console` is for commands that have no run folder; a run enters `log_to` for as long as it lasts. Loggers of
+the standard library (asyncio, aiohttp, ray) join the latter at WARNING.
 """
 
 from __future__ import annotations
@@ -14,9 +15,14 @@ from typing import IO, Any, Literal
 
 import orjson
 import structlog
-from structlog.typing import EventDict, WrappedLogger
+from structlog.typing import EventDict, Processor, WrappedLogger
 
 Level = Literal["debug", "info", "warning", "error"]
+
+
+def log_to_console(level: Level = "info") -> None:
+    """Log to standard error (structlog's own default is standard output, where commands print their results)."""
+    _configure(level, sinks=[], console_level=level)
 
 
 @contextmanager
@@ -29,21 +35,7 @@ def log_to(file: Path, level: Level = "info", console_level: Level | None = None
     handler = _ForwardHandler(logging.WARNING)
     root = logging.getLogger()
     with file.open("ab", buffering=0) as stream:
-        structlog.configure(
-            processors=[
-                structlog.contextvars.merge_contextvars,
-                structlog.processors.add_log_level,
-                structlog.stdlib.add_logger_name,
-                structlog.processors.format_exc_info,
-                structlog.processors.TimeStamper(fmt="iso", utc=True),
-                _FileSink(stream),
-                _ConsoleGate(_number(console_level or level)),
-                structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), pad_event_to=0, pad_level=False),
-            ],
-            wrapper_class=structlog.make_filtering_bound_logger(_number(level)),
-            logger_factory=_StderrLogger,
-            cache_logger_on_first_use=False,
-        )
+        _configure(level, sinks=[_FileSink(stream)], console_level=console_level or level)
         root.addHandler(handler)
         try:
             yield
@@ -52,6 +44,24 @@ def log_to(file: Path, level: Level = "info", console_level: Level | None = None
             structlog.reset_defaults()
             if before is not None:
                 structlog.configure(**before)
+
+
+def _configure(level: Level, sinks: list[Processor], console_level: Level) -> None:
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.stdlib.add_logger_name,
+            structlog.processors.format_exc_info,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            *sinks,
+            _ConsoleGate(_number(console_level)),
+            structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), pad_event_to=0, pad_level=False),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(_number(level)),
+        logger_factory=_StderrLogger,
+        cache_logger_on_first_use=False,
+    )
 
 
 def _number(level: str) -> int:

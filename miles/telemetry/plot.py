@@ -133,8 +133,8 @@ def _draw_states(axes: Axes, history: FleetHistory) -> None:
             else:
                 axes.broken_barh(bars, (row - 0.35, 0.7), facecolors=colour, zorder=2)
             if state == "Failed":
-                starts, style = [span.start for span in spans], {"markersize": 9, "markeredgecolor": "white"}
-                axes.plot(starts, [row] * len(starts), "X", color=colour, zorder=4, **style)
+                starts = [span.start for span in spans]
+                axes.scatter(starts, [row] * len(starts), s=80, marker="X", color=colour, edgecolor="white", zorder=4)
     for start, end in history.restarts:
         axes.axvspan(start, end, color="black", alpha=0.08, linewidth=0, zorder=0)
     axes.set_ylim(-0.5, max(rows.values(), default=0) + 0.5)

@@ -41,12 +41,9 @@ class RunFolder:
 
         Raises ConfigError when `path` is not a folder, is not empty or cannot be written.
         """
+        require_fresh(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
-            if any(path.iterdir()):
-                raise ConfigError(
-                    f"run.dir: the folder is not empty and a run needs one of its own, got {str(path)!r}", key="run.dir"
-                )
             (path / CONFIG_FILE).write_text(config_yaml, encoding="utf-8")
             return cls(path)
         except OSError as error:
@@ -77,6 +74,14 @@ class RunFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def require_fresh(path: Path) -> None:
+    """Raise ConfigError unless `path` is absent or an empty folder."""
+    if path.is_dir() and any(path.iterdir()):
+        raise ConfigError(f"run.dir: must be a new or empty folder, got {str(path)!r}", key="run.dir")
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"run.dir: is not a folder, got {str(path)!r}", key="run.dir")
 
 
 def event_record(time: float, event: Event) -> dict[str, object]:

@@ -109,7 +109,7 @@ def _first_and_last_tenth(values: Sequence[float]) -> dict[str, float | None]:
     if not values:
         return {"first": None, "last": None}
     tenth = max(1, len(values) // 10)
-    return {"first": statistics.fmean(values[:tenth]), "last": statistics.fmean(values[-tenth:])}
+    return {"first": round(statistics.fmean(values[:tenth]), 6), "last": round(statistics.fmean(values[-tenth:]), 6)}
 
 
 def _first_and_last(values: Sequence[float]) -> dict[str, float | None]:

@@ -1,0 +1,5 @@
+"""`python -m miles` is the command `miles`."""
+
+from miles.cli import main
+
+main()

@@ -1,0 +1,110 @@
+"""Checks against the machine: model folders, data files, names of code, ports; and combinations of keys."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from controllers.errors import ConfigError
+from miles.config import check_ports, load_config
+
+BASE = "data: {source: sort_digits}\ntrain: {steps: 10}\n"
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    file = tmp_path / "run.yaml"
+    file.write_text(BASE)
+    return file
+
+
+def refusal(file: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, overrides)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_rolling_restart_must_leave_an_engine(config_file: Path) -> None:
+    """Fails when the check of inference.max_unavailable in schema._cross_check is removed."""
+    line = refusal(config_file, "inference.rolling_restart_at_step=5", "inference.max_unavailable=2")
+    assert line.startswith("command line: inference.max_unavailable: must be below engines.count (2)")
+    load_config(config_file, ["inference.max_unavailable=2"])
+    load_config(config_file, ["inference.rolling_restart_at_step=5", "engines.count=1"])
+
+
+def test_a_response_must_fit_the_context_with_a_prompt(config_file: Path) -> None:
+    line = refusal(config_file, "rollout.max_tokens=512")
+    assert line.startswith("command line: rollout.max_tokens: ")
+    assert line.endswith("context of 512 tokens, got 512")
+    load_config(config_file, ["rollout.max_tokens=511"])
+
+
+def test_a_model_folder_without_weights_is_refused(config_file: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(
+        json.dumps({"architectures": ["Qwen3ForCausalLM"], "vocab_size": 8, "max_position_embeddings": 16})
+    )
+    line = refusal(config_file, f"model.path={folder}")
+    assert line.startswith(f"command line: model.path: '{folder}' has no weights")
+
+
+def test_a_missing_model_folder_and_an_unknown_preset_are_refused(config_file: Path, tmp_path: Path) -> None:
+    assert f"model.path: '{tmp_path / 'no'}'" in refusal(config_file, f"model.path={tmp_path / 'no'}")
+    line = refusal(config_file, "model.preset=tiny-qwen")
+    assert line == "command line: model.preset: unknown preset 'tiny-qwen'; did you mean 'tiny-qwen3'?"
+    assert "model.preset: either" in refusal(config_file, "model.preset=null")
+
+
+def test_jsonl_needs_a_file_that_exists(config_file: Path, tmp_path: Path) -> None:
+    assert "data.path: the source 'jsonl' needs a file" in refusal(config_file, "data.source=jsonl")
+    missing = tmp_path / "no.jsonl"
+    line = refusal(config_file, "data.source=jsonl", f"data.path={missing}")
+    assert line.startswith("command line: data.path: ")
+    assert str(missing) in line
+
+
+def test_jsonl_names_a_wrong_field(config_file: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"question": "1+1", "label": "2"}\n{"question": "1+2", "label": "3"}\n')
+    line = refusal(config_file, "data.source=jsonl", f"data.path={file}")
+    assert "data.prompt_key" in line
+    assert "'prompt'" in line
+    load_config(config_file, ["data.source=jsonl", f"data.path={file}", "data.prompt_key=question"])
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("data.source=sort_digts", ("data.source", "'sort_digts'", "sort_digits")),
+        ("data.options={digit: 3}", ("data.options.digit", "digits")),
+        ("reward=exact_mach", ("reward", "'exact_mach'", "exact_match")),
+        ("algorithm.advantage=grop", ("algorithm.advantage", "'grop'", "grpo")),
+        ("algorithm.loss=cliped", ("algorithm.loss", "'cliped'", "clipped")),
+    ],
+)
+def test_names_of_code_are_checked_and_suggested(config_file: Path, override: str, parts: tuple[str, ...]) -> None:
+    line = refusal(config_file, override)
+    assert line.startswith("command line: ")
+    assert all(part in line for part in parts)
+
+
+def test_a_persons_own_code_is_not_imported_by_a_check(config_file: Path) -> None:
+    config = load_config(config_file, ["reward=no_such_module:score", "data.source=no_such_module:source"])
+    assert config.reward == "no_such_module:score"
+
+
+def test_a_port_that_is_taken_is_named(config_file: Path) -> None:
+    """Fails when check_ports does not try every engine's port."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        taken = holder.getsockname()[1]
+        config = load_config(config_file, [f"engines.port={taken - 1}", "engines.count=2"])
+        with pytest.raises(ConfigError, match=rf"^engines\.port: 127\.0\.0\.1:{taken} is taken"):
+            check_ports(config)
+    check_ports(load_config(config_file, []))
