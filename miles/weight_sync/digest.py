@@ -79,7 +79,7 @@ def partial_sum(name: str, shard: torch.Tensor, global_shape: tuple[int, ...], b
             "a digest needs cuts at multiples of 8 bytes"
         )
     words = _words(shard, length * itemsize)
-    columns = _weights(first // 8, words.shape[1], _signed(_COLUMN_SALT), words.device)
+    columns = _weights(first // 8, words.shape[1], _COLUMN_SALT, words.device)
     rows = _row_weights(shape[:-1], box[:-1], words.device)
     chunk = _WORDS_PER_CHUNK_CPU if words.device.type == "cpu" else _WORDS_PER_CHUNK_DEVICE
     step = max(1, chunk // words.shape[1])
@@ -92,8 +92,8 @@ def partial_sum(name: str, shard: torch.Tensor, global_shape: tuple[int, ...], b
 def _row_weights(leading: tuple[int, ...], box: Box, device: torch.device) -> torch.Tensor:
     """The weight of each row of a box, by its global row (the flattened index of the leading dimensions)."""
     if not leading:
-        return _weights(0, 1, _signed(_ROW_SALT), device)
-    table = _weights(0, math.prod(leading), _signed(_ROW_SALT), device).view(leading)
+        return _weights(0, 1, _ROW_SALT, device)
+    table = _weights(0, math.prod(leading), _ROW_SALT, device).view(leading)
     for dim, (start, length) in enumerate(box):
         table = table.narrow(dim, start, length)
     return table.reshape(-1)

@@ -95,6 +95,7 @@ class WeightSyncService:
             stack.push_async_callback(self._close_ranks)
             await self._open_ranks()
             stack.push_async_callback(self._close_transports)
+            stack.callback(self._end_sessions)  # after the tasks: a pause that is under way needs its votes
             await self._transport.open(self._ranks, self._layouts)
             events = await stack.enter_async_context(
                 self._controller.bus.subscribe("weight-sync", buffer=4096, kinds=(EngineLaunched, EngineStateChanged))
@@ -112,8 +113,6 @@ class WeightSyncService:
     ) -> bool | None:
         assert self._tasks is not None
         self._tasks.cancel_scope.cancel()
-        for session in list(self._sessions.values()):
-            self._end(session, "weight sync ends")  # long polls answer 410, so agents end and the server can
         if isinstance(error, Exception):
             # The body's own error leaves as it is: a task group would wrap what it is told of into a group.
             await self._stack.__aexit__(None, None, None)
@@ -283,6 +282,11 @@ class WeightSyncService:
         self._sessions.pop(session.incarnation, None)
         for rank in range(session.ranks):
             self._leases.release_holder((session.incarnation, rank))
+
+    def _end_sessions(self) -> None:
+        """Long polls answer 410, so agents end and the server can."""
+        for session in list(self._sessions.values()):
+            self._end(session, "weight sync ends")
 
     # -- for the followers
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import anyio
 
-from controllers.errors import WaitTimeout, WeightSyncError
+from controllers.errors import StaleIncarnation, WaitTimeout, WeightSyncError
 from controllers.weight_versions import WeightVersion
 from miles.weight_sync.messages import AnyVote, Audited, Failed, Installed, PullFailed, Ready, Staged
 
@@ -44,6 +44,7 @@ class EngineSession:
     granted: dict[int, WeightVersion] = field(default_factory=dict)
     _states: list[RankState] = field(default_factory=list)
     _failure: str | None = None
+    _over: str | None = None
     _changed: anyio.Event = field(default_factory=anyio.Event)
 
     def __post_init__(self) -> None:
@@ -76,8 +77,8 @@ class EngineSession:
         self.wake()
 
     def end(self, reason: str) -> None:
-        """The incarnation is over: whoever waits for its votes stops waiting."""
-        self._failure = self._failure or reason
+        """The incarnation is over: whoever waits for its votes gets StaleIncarnation."""
+        self._over = self._over or reason
         self.ended.cancel()
         self.wake()
 
@@ -111,7 +112,7 @@ class EngineSession:
         """Return at the next change. Look first, then call this with no await between."""
         await self._changed.wait()
 
-    # -- awaited by the service; each raises WaitTimeout naming engine and ranks, WeightSyncError for a Failed vote
+    # -- awaited by the service; WaitTimeout names engine and ranks; WeightSyncError for a Failed vote
 
     async def all_ready(self, timeout_s: float) -> None:
         """Every rank's agent is up."""
@@ -187,6 +188,8 @@ class EngineSession:
     ) -> T:
         with anyio.move_on_after(timeout_s):
             while True:
+                if self._over is not None:
+                    raise StaleIncarnation(f"{self.incarnation} is over: {self._over}", incarnation=self.incarnation)
                 if self._failure is not None:
                     raise WeightSyncError(
                         f"{self.incarnation}: {self._failure}", engine=self.engine, incarnation=self.incarnation

@@ -1,0 +1,221 @@
+"""Trainer ranks and engines in this process, with the real publisher, transports, service, controller and pull agent.
+
+Only two things are stand-ins: the ranks are contexts run on threads, and an engine is a FakeEngine whose weight loader
+hook is the real agent over a small torch model with SGLang's fused names.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import anyio
+import anyio.to_thread
+import torch
+
+from controllers.errors import ActorDied
+from controllers.events import Event
+from controllers.health import HealthOptions
+from controllers.inference_controller import FleetOptions, InferenceController
+from controllers.ports import LaunchSpec
+from controllers.weight_versions import MemoryLedgerStore, VersionLedger
+from miles.weight_sync import agent
+from miles.weight_sync.messages import Box
+from miles.weight_sync.options import WeightSyncOptions
+from miles.weight_sync.plan import whole
+from miles.weight_sync.service import WeightSyncService
+from tests.fakes.engine import FakeEngine
+from tests.fakes.launcher import FakeLauncher
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCAB = 16, 4, 2, 8, 24, 40
+TIMEOUT_S = 30.0
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "model.embed_tokens.weight": (VOCAB, HIDDEN),
+    "model.layers.0.self_attn.q_proj.weight": (HEADS * HEAD_DIM, HIDDEN),
+    "model.layers.0.self_attn.k_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
+    "model.layers.0.self_attn.v_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
+    "model.layers.0.self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD_DIM),
+    "model.layers.0.mlp.gate_proj.weight": (MLP, HIDDEN),
+    "model.layers.0.mlp.up_proj.weight": (MLP, HIDDEN),
+    "model.layers.0.mlp.down_proj.weight": (HIDDEN, MLP),
+    "model.norm.weight": (HIDDEN,),
+}
+
+
+class EngineModel(torch.nn.Module):
+    """SGLang's fused names over SHAPES, tied embeddings. Starts with NaN, so that unwritten weights show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        fused = {
+            "model.embed_tokens.weight": (VOCAB, HIDDEN),
+            "model.layers.0.self_attn.qkv_proj.weight": ((HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN),
+            "model.layers.0.self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD_DIM),
+            "model.layers.0.mlp.gate_up_proj.weight": (2 * MLP, HIDDEN),
+            "model.layers.0.mlp.down_proj.weight": (HIDDEN, MLP),
+            "model.norm.weight": (HIDDEN,),
+        }
+        for name, shape in fused.items():
+            *path, leaf = name.split(".")
+            owner: torch.nn.Module = self
+            for part in path:
+                if not hasattr(owner, part):
+                    owner.add_module(part, torch.nn.Module())
+                owner = getattr(owner, part)
+            owner.register_parameter(leaf, torch.nn.Parameter(torch.full(shape, torch.nan)))
+
+    def global_tensors(self) -> dict[str, torch.Tensor]:
+        """Its weights under the names of SHAPES."""
+        parameters = {name: parameter.detach() for name, parameter in self.named_parameters()}
+        q, kv = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
+        qkv = parameters.pop("model.layers.0.self_attn.qkv_proj.weight")
+        gate_up = parameters.pop("model.layers.0.mlp.gate_up_proj.weight")
+        for part, rows in zip("qkv", qkv.split([q, kv, kv]), strict=True):
+            parameters[f"model.layers.0.self_attn.{part}_proj.weight"] = rows
+        for part, rows in zip(("gate", "up"), gate_up.split([MLP, MLP]), strict=True):
+            parameters[f"model.layers.0.mlp.{part}_proj.weight"] = rows
+        return parameters
+
+
+@dataclass(frozen=True)
+class LocalShard:
+    name: str
+    global_shape: tuple[int, ...]
+    box: Box
+    tensor: torch.Tensor
+
+
+@dataclass
+class LocalRank:
+    """A rank's context: the boxes of `weights` that `cut` gives it."""
+
+    rank: int
+    world_size: int
+    weights: dict[str, torch.Tensor]
+    cut: Callable[[str, tuple[int, ...], int, int], Box]
+    plugins: dict[str, Any] = field(default_factory=dict)
+
+    def shards(self) -> Iterator[LocalShard]:
+        for name, tensor in self.weights.items():
+            box = self.cut(name, tuple(tensor.shape), self.rank, self.world_size)
+            view = tensor
+            for dim, (start, length) in enumerate(box):
+                view = view.narrow(dim, start, length)
+            yield LocalShard(name, tuple(tensor.shape), box, view)
+
+
+def cut_rows_or_columns(name: str, shape: tuple[int, ...], rank: int, world: int) -> Box:
+    """As tensor parallelism cuts: norms whole on every rank, o and down by columns, all else by rows."""
+    box = list(whole(shape))
+    if len(shape) == 1:
+        return tuple(box)
+    dim = 1 if "o_proj" in name or "down_proj" in name else 0
+    size = shape[dim] // world
+    box[dim] = (rank * size, size)
+    return tuple(box)
+
+
+class LocalRanks:
+    """A RankRunner over contexts in this process. `calls` names the functions run; `dead` raises, `broken` errs."""
+
+    def __init__(self, world: int = 1, weights: dict[str, torch.Tensor] | None = None) -> None:
+        self.weights = weights or {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+        self.ranks = [LocalRank(rank, world, self.weights, cut_rows_or_columns) for rank in range(world)]
+        self.calls: list[str] = []
+        self.dead = False
+
+    def step(self, seed: int) -> None:
+        """New weights, the same for the same seed."""
+        generator = torch.Generator().manual_seed(seed)
+        for tensor in self.weights.values():
+            tensor.normal_(generator=generator)
+
+    async def on_each_rank(
+        self, function: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> list[R]:
+        self.calls.append(getattr(function, "__name__", "?"))
+        if self.dead:
+            raise ActorDied("trainer-0 died", actor="trainer-0")
+        return [
+            await anyio.to_thread.run_sync(functools.partial(function, rank, *args, **kwargs)) for rank in self.ranks
+        ]
+
+
+class AgentEngine(FakeEngine):
+    """Runs the real agent over a model of its own."""
+
+    def __init__(self, spec: LaunchSpec, pid: int) -> None:
+        super().__init__(spec, pid=pid)
+        self.model = EngineModel()
+        self.loads = 0
+
+    async def call_weight_loader(self, loader: str, manifest: bytes, timeout_s: float) -> None:
+        await super().call_weight_loader(loader, manifest, timeout_s)
+        assert loader == f"{agent.__name__}.{agent.load.__name__}"
+        tensor = torch.frombuffer(bytearray(manifest), dtype=torch.uint8)
+        self.loads += 1
+        await anyio.to_thread.run_sync(agent.load, self.model, [("manifest", tensor)])
+
+
+@dataclass
+class Rig:
+    """Everything of one test. `events` is every event of the controller, in order."""
+
+    controller: InferenceController
+    ranks: LocalRanks
+    service: WeightSyncService
+    launcher: FakeLauncher
+    events: list[Event]
+
+    def engine(self, name: str = "engine-0") -> AgentEngine:
+        newest = self.launcher.newest(name)
+        assert isinstance(newest, AgentEngine)
+        return newest
+
+    async def serving(self, version: int, count: int | None = None) -> None:
+        await self.controller.wait_serving(count=count, version=version, timeout_s=TIMEOUT_S)
+
+
+def same(model: EngineModel, weights: dict[str, torch.Tensor]) -> bool:
+    """Whether an engine's live weights are bit for bit these."""
+    live = model.global_tensors()
+    return live.keys() == weights.keys() and all(torch.equal(live[name], weights[name]) for name in weights)
+
+
+@asynccontextmanager
+async def rig(
+    *,
+    count: int = 1,
+    world: int = 1,
+    options: WeightSyncOptions | None = None,
+    make: Callable[[LaunchSpec, int], FakeEngine] = AgentEngine,
+) -> AsyncIterator[Rig]:
+    """A controller over `count` engines, `world` trainer ranks, and the service between them."""
+    launcher = FakeLauncher(make=make)
+    events: list[Event] = []
+    controller = InferenceController(
+        launcher,
+        VersionLedger(MemoryLedgerStore()),
+        FleetOptions(count=count, restart_backoff_s=0.0, health=HealthOptions(interval_s=1e6)),
+    )
+    controller.bus.add_sink(lambda _time, event: events.append(event))
+    ranks = LocalRanks(world)
+    service = WeightSyncService(controller, ranks, options or WeightSyncOptions())
+    try:
+        async with controller, service:
+            yield Rig(controller, ranks, service, launcher, events)
+    finally:
+        await anyio.to_thread.run_sync(agent.close_all)
+
+
+def quick(**changes: Any) -> WeightSyncOptions:
+    """Options for tests: short deadlines."""
+    base = WeightSyncOptions(pull_timeout_s=5.0, vote_timeout_s=5.0, start_timeout_s=30.0, slot_wait_s=0.2)
+    return replace(base, **changes)
