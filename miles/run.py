@@ -1,0 +1,187 @@
+"""A run: the object a research loop holds. Everything in it is owned by the `async with` block of `open_run`.
+
+    async with miles.open_run("configs/quickstart.yaml") as run:
+        async for batch in run.batches():
+            stats = await run.trainer.step(batch)
+            await run.publish_weights()
+
+Entering starts engines and trainer, runs the supervised warm-up, saves checkpoint 0 and publishes version 1.
+Leaving, in whatever way, ends every process and writes `summary.json`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ParamSpec
+
+import anyio
+from anyio.abc import TaskGroup
+
+from controllers.errors import MilesError
+from controllers.inference_controller import InferenceController
+from controllers.weight_versions import WeightVersion
+from executors.rollout_executor import RolloutExecutor
+from executors.sampling_client import SamplingParams
+from executors.streams import BatchStream
+from executors.trajectory import Batch
+from miles.assembly import Parts, assemble
+from miles.checkpoints import Checkpoints
+from miles.config import RunConfig, load_config
+from miles.failure import root_cause
+from miles.recorder import RunRecorder
+from miles.run_trainer import RunTrainer
+from miles.trainer.protocol import Example, StepStats
+
+P = ParamSpec("P")
+
+FIRST_LINEAGE = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """A greedy pass over held-out prompts. `reward` is the mean over the `scored` ones; None where none could be."""
+
+    step: int
+    weight_version: int
+    reward: float | None
+    prompts: int
+    scored: int
+
+
+class RunBatches:
+    """The batches of one run: an iterator object that ends after `train.steps` steps. A `break` loses nothing."""
+
+    def __init__(self, stream: BatchStream, last_step: int, trainer: RunTrainer) -> None:
+        self._stream = stream
+        self._last_step = last_step
+        self._trainer = trainer
+        self.wait_s = 0.0
+        """How long the newest batch was waited for."""
+
+    def __aiter__(self) -> RunBatches:
+        return self
+
+    async def __anext__(self) -> Batch:
+        if self._trainer.steps_done >= self._last_step:
+            raise StopAsyncIteration
+        began = time.monotonic()
+        batch = await self._stream.__anext__()
+        self.wait_s = time.monotonic() - began
+        return batch
+
+
+class Run:
+    """One run, in progress. Made by `open_run`."""
+
+    def __init__(self, config: RunConfig, parts: Parts, recorder: RunRecorder, tasks: TaskGroup) -> None:
+        self.config = config
+        self.folder: Path = recorder.path
+        self.inference: InferenceController = parts.inference
+        """The fleet: `rolling_restart()`, `restart(engine)`, `snapshot()`, `lease()`."""
+        self.executor: RolloutExecutor = parts.executor
+        """The rollouts: `account`, `statistics()`, `sample()`."""
+        self.trainer = RunTrainer(parts.trainer, self._trained)
+        """The trainer; its `step` also enters the batch in the account and the metrics."""
+        self._parts = parts
+        self._recorder = recorder
+        self._tasks = tasks
+        self._checkpoints = Checkpoints(recorder.path / "checkpoints", keep=config.checkpoint.keep)
+        prompts = parts.data.train()
+        self._batches = RunBatches(parts.executor.batches(prompts), config.train.steps, self.trainer)
+
+    def batches(self) -> RunBatches:
+        """Batches as groups finish, bounded in staleness, until `train.steps` steps are done."""
+        return self._batches
+
+    async def publish_weights(self) -> WeightVersion:
+        """Publish the trainer's weights; returns at commit. Engines take them over while they generate."""
+        began = time.monotonic()
+        version = await self._parts.weight_sync.publish(self.trainer.steps_done, FIRST_LINEAGE)
+        self._recorder.published(version, time.monotonic() - began)
+        return version
+
+    async def evaluate(self) -> Evaluation:
+        """Answer the held-out prompts greedily with the newest published weights, on engines that serve them."""
+        config, began = self.config, time.monotonic()
+        version = self.inference.ledger.latest
+        if version is None:
+            raise MilesError("there is nothing to evaluate before the first publication of weights")
+        engines = config.engines
+        await self.inference.wait_serving(
+            version=version.number, timeout_s=engines.launch_timeout_s + engines.sync_timeout_s
+        )
+        prompts = self._parts.data.evaluation(config.eval.prompts)
+        greedy = SamplingParams(
+            max_new_tokens=config.rollout.max_tokens, temperature=0.0, stop_token_ids=self._parts.tokenizer.eos_ids
+        )
+        answers = await self.executor.sample(prompts, greedy)
+        rewards = [answer.reward for answer in answers if answer.reward is not None]
+        reward = statistics.fmean(rewards) if rewards else None
+        result = Evaluation(version.step, version.number, reward, len(prompts), len(rewards))
+        if reward is not None:
+            self._recorder.evaluated(version.step, version.number, reward, len(prompts), time.monotonic() - began)
+        return result
+
+    async def save_checkpoint(self) -> Path:
+        """Save weights, optimizer, schedule and random state of this step; older checkpoints are pruned."""
+        return await self._checkpoints.save(self.trainer, self.trainer.steps_done)
+
+    def start_soon(self, function: Callable[P, Awaitable[object]], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Run `function(*args)` beside the loop, in the run's task group. Its failure fails the run.
+
+        What still runs when the run's block is left is cancelled.
+        """
+
+        async def call() -> None:
+            await function(*args, **kwargs)
+
+        self._tasks.start_soon(call)
+
+    async def begin(self) -> None:
+        """The stages before the first step. `open_run` has called it."""
+        warmup, source = self.config.train.warmup, self._parts.data
+        for index in range(warmup.steps):
+            pairs = source.warmup_examples(warmup.examples_per_step, index)
+            examples = [Example(prompt, completion) for prompt, completion in pairs]
+            await self.trainer.warmup_step(examples, warmup.lr)
+            if (index + 1) % 10 == 0 or index + 1 == warmup.steps:
+                self._recorder.stage(f"warm-up {index + 1}/{warmup.steps}")
+        await self.save_checkpoint()
+        version = await self.publish_weights()
+        self._recorder.stage("waiting for the engines to serve the first weights")
+        engines = self.config.engines
+        await self.inference.wait_serving(
+            version=version.number, timeout_s=engines.launch_timeout_s + engines.sync_timeout_s
+        )
+        self._recorder.stage("training")
+        self._recorder.begin_training()
+
+    def _trained(self, batch: Batch, stats: StepStats, train_s: float) -> None:
+        self.executor.mark_trained(batch)
+        self._recorder.step_trained(batch, stats, self._batches.wait_s, train_s)
+
+
+@asynccontextmanager
+async def open_run(
+    config: RunConfig | str | Path, overrides: Mapping[str, Any] | Sequence[str] = ()
+) -> AsyncIterator[Run]:
+    """Open a run from a config, or the path of a YAML file. `overrides` are `{"train.steps": 50}` or `["train.steps=50"]`.
+
+    Raises ConfigError for a bad configuration or a run folder that is in use, before anything is started.
+    """
+    resolved = config if isinstance(config, RunConfig) else load_config(config, overrides)
+    with RunRecorder(resolved) as recorder:
+        try:
+            async with assemble(resolved, recorder) as parts, anyio.create_task_group() as tasks:
+                run = Run(resolved, parts, recorder, tasks)
+                await run.begin()
+                yield run
+                tasks.cancel_scope.cancel()
+        except BaseExceptionGroup as group:
+            # The groups are our task groups' wrapping: a person's `except ActorDied` must see the error itself.
+            raise root_cause(group) from group
