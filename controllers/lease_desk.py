@@ -7,6 +7,7 @@ waiters never get one slot.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -34,7 +35,7 @@ class LeaseDesk:
     def __init__(self, fleet: Fleet, max_concurrency: int) -> None:
         self._fleet = fleet
         self._max_concurrency = max_concurrency
-        self._waiters: dict[_Waiter, None] = {}
+        self._waiters: OrderedDict[_Waiter, None] = OrderedDict()
         self._closed = False
         self.granted = 0
         self.held = 0
@@ -48,16 +49,8 @@ class LeaseDesk:
         """Wait for a slot. Raises WaitTimeout, or FleetDegraded when no engine will ever serve again."""
         waiter = _Waiter(exclude, sticky)
         if not self._try(waiter, self._open_members()):
-            self._waiters[waiter] = None
-            try:
-                with anyio.move_on_after(timeout_s):
-                    await waiter.woken.wait()
-            except BaseException:
-                if waiter.lease is not None:  # granted in the very turn of the loop in which we were cancelled
-                    waiter.lease.release()
-                raise
-            finally:
-                self._waiters.pop(waiter, None)
+            with anyio.move_on_after(timeout_s):
+                await self._wait_turn(waiter)
         if waiter.error is not None:
             raise waiter.error
         if waiter.lease is None:
@@ -70,6 +63,33 @@ class LeaseDesk:
         """Refuse everybody from now on."""
         self._closed = True
         self._serve_waiters()
+
+    async def _wait_turn(self, waiter: _Waiter) -> None:
+        """Queue until `waiter` has an error, or a lease that still holds when its task gets to run."""
+        self._waiters[waiter] = None
+        while True:
+            try:
+                await waiter.woken.wait()
+            except BaseException:
+                if waiter.lease is not None:  # granted in the very turn of the loop in which we were cancelled
+                    waiter.lease.release()
+                    waiter.lease = None
+                raise
+            finally:
+                self._waiters.pop(waiter, None)
+            lease = waiter.lease
+            if lease is None or self._holds(lease):
+                return
+            # Between the grant and this turn the engine began an update or left service: back to the head of the queue.
+            waiter.lease, waiter.woken = None, anyio.Event()
+            self._waiters[waiter] = None
+            self._waiters.move_to_end(waiter, last=False)
+            lease.release()
+            self._serve_waiters()
+
+    def _holds(self, lease: Lease) -> bool:
+        member = self._fleet.member(lease.engine)
+        return member.takes_leases and member.incarnation == lease.incarnation and member.version == lease.version
 
     def _serve_waiters(self) -> None:
         if not self._waiters:

@@ -51,6 +51,22 @@ async def test_no_lease_is_granted_while_draining() -> None:
 
 
 @virtual_time
+async def test_an_engine_asked_to_drain_gets_no_lease_in_the_turn_before_it_drains() -> None:
+    """Guards `closing` in Member.takes_leases: the lease would be revoked as soon as it is granted."""
+    async with running(2) as world, anyio.create_task_group() as tasks:
+        got: list[str] = []
+
+        async def ask() -> None:
+            async with world.controller.lease(timeout_s=1) as lease:
+                got.append(lease.engine)
+
+        tasks.start_soon(world.controller.drain, "engine-0")
+        tasks.start_soon(ask)
+        await world.until_state("Stopped")
+        assert got == ["engine-1"]
+
+
+@virtual_time
 async def test_at_the_deadline_the_controller_aborts_what_is_left() -> None:
     """Guards abort_all in EngineSupervisor._drain."""
     async with running(1) as world, anyio.create_task_group() as tasks:

@@ -274,3 +274,29 @@ async def test_slots_add_up_after_crashes_and_restarts_under_load() -> None:
     assert (statistics.leases_held, statistics.leases_waiting) == (0, 0)
     assert world.in_flight() == [0, 0, 0]
     assert (statistics.restarts_planned, statistics.restarts_crash) == (5, 5)
+
+
+@virtual_time
+async def test_a_lease_granted_just_before_an_update_begins_is_taken_back_and_granted_after_it() -> None:
+    """Invariant 1. Guards `_holds` in LeaseDesk: the waiter runs a turn after the grant, and the engine has paused."""
+    async with running(1, max_concurrency=1) as world, anyio.create_task_group() as tasks:
+        world.controller.commit_version(version(2))
+        first = AsyncExitStack()
+        await first.enter_async_context(world.controller.lease(timeout_s=1))
+
+        got: list[Lease] = []
+
+        async def ask() -> None:
+            async with world.controller.lease(timeout_s=100) as lease:
+                assert world.now().state == "Serving"
+                got.append(lease)
+
+        tasks.start_soon(ask)
+        await anyio.wait_all_tasks_blocked()
+        await first.aclose()  # grants the slot; nobody else has had a turn yet
+        async with world.controller.updating("engine-0", world.now().incarnation, version(2)) as update:
+            await anyio.sleep(5)
+            assert world.in_flight() == [0]
+            update.prove()
+        await anyio.wait_all_tasks_blocked()
+        assert [lease.version for lease in got] == [version(2)]
