@@ -20,7 +20,10 @@ def main() -> None:
         sys.exit(f"prctl(PR_SET_PDEATHSIG): {os.strerror(ctypes.get_errno())}")
     if os.getppid() != parent:  # it died before the wish was made
         sys.exit("the parent is gone")
-    os.execvp(command[0], command)
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        sys.exit(f"cannot run {command[0]!r}: {error.strerror}")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import anyio
+
 from controllers.errors import InfrastructureError, LaunchFailed, PortTaken
 from controllers.ports import EngineExit
 from miles.cluster.ports import PortReservation, reserve_port
@@ -71,7 +73,6 @@ class EngineHost:
             hosted = await self._attempt(request, reservation, deadline)
             if hosted is not None:
                 return hosted
-            reservation.release()
             if request.port is not None:
                 raise PortTaken(
                     f"{request.engine}: port {request.port} of {request.host} is taken",
@@ -100,7 +101,12 @@ class EngineHost:
     ) -> HostedEngine | None:
         """One start on one port: the server, or None when the port turned out to be taken."""
         argv = request.command.argv(request.host, reservation.port)
-        process = await EngineProcess.start(ProcessSpec(argv, request.log_path, request.env))
+        try:
+            process = await EngineProcess.start(ProcessSpec(argv, request.log_path, request.env))
+        except BaseException:
+            reservation.release()
+            raise
+        process.when_ended(reservation.release)
         self._process = process
         url = host_url(request.host, reservation.port)
         try:
@@ -109,7 +115,8 @@ class EngineHost:
             info = await self._until_ready(request, process, url, deadline)
         except BaseException:
             # Also when cancelled: no process without an owner.
-            process.kill()
+            with anyio.CancelScope(shield=True):
+                await process.stop(0)
             raise
         if info is None:
             return None

@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Protocol
 
 import anyio
 import structlog
@@ -69,15 +70,29 @@ def _embedded(options: LauncherOptions, spec: LaunchSpec) -> EngineCommand:
     )
 
 
-COMMANDS: Mapping[str, Callable[[LauncherOptions, LaunchSpec], EngineCommand]] = {"embedded": _embedded}
+CommandFactory = Callable[[LauncherOptions, LaunchSpec], EngineCommand]
+
+COMMANDS: Mapping[str, CommandFactory] = {"embedded": _embedded}
+"""How to make the command of each kind of engine that can be launched."""
+
+
+class HostHandle(Protocol):
+    """The part of RemoteActor that an engine needs of its host."""
+
+    async def call(self, method: str, /, *args: Any, timeout_s: float | None = None) -> Any: ...
+
+    def kill(self) -> None: ...
 
 
 class RayEngineLauncher:
     """Implements controllers.ports.EngineLauncher. Needs a Ray connection and an open client."""
 
-    def __init__(self, options: LauncherOptions, client: SGLangClient) -> None:
-        if options.kind not in COMMANDS:
-            raise ConfigError(f"engines.kind {options.kind!r} cannot be launched; known: {', '.join(COMMANDS)}")
+    def __init__(
+        self, options: LauncherOptions, client: SGLangClient, commands: Mapping[str, CommandFactory] = COMMANDS
+    ) -> None:
+        if options.kind not in commands:
+            raise ConfigError(f"engines.kind {options.kind!r} cannot be launched; known: {', '.join(commands)}")
+        self._make_command = commands[options.kind]
         self._options = options
         self._client = client
         self._ports: dict[str, int | None] = {}
@@ -90,7 +105,7 @@ class RayEngineLauncher:
         options = self._options
         request = HostRequest(
             engine=spec.engine,
-            command=COMMANDS[options.kind](options, spec),
+            command=self._make_command(options, spec),
             weight_version=spec.weight_version,
             host=options.host.strip("[]"),
             log_path=options.log_dir / f"{spec.engine}.log",
@@ -124,7 +139,7 @@ class RayEngineLauncher:
 class ServedEngine:
     """Implements controllers.ports.Engine: HTTP calls go straight to the server, its life through the host actor."""
 
-    def __init__(self, spec: LaunchSpec, hosted: HostedEngine, actor: RemoteActor, client: SGLangClient) -> None:
+    def __init__(self, spec: LaunchSpec, hosted: HostedEngine, actor: HostHandle, client: SGLangClient) -> None:
         self._spec = spec
         self._hosted = hosted
         self._actor = actor

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -74,6 +74,10 @@ class EngineProcess:
         """Return its return code once it has ended; by then its process group has ended too."""
         return await asyncio.shield(self._exited)
 
+    def when_ended(self, action: Callable[[], object]) -> None:
+        """Call `action` in the event loop once it has ended."""
+        self._exited.add_done_callback(lambda _: action())
+
     def kill(self) -> None:
         """SIGKILL the process group at once."""
         self._signal_group(signal.SIGKILL)
@@ -128,8 +132,7 @@ class EngineProcess:
                 start_new_session=True,
             )
 
-    def _tell(self, action: object) -> None:
-        assert callable(action)
+    def _tell(self, action: Callable[[], object]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
             self._loop.call_soon_threadsafe(action)
 

@@ -89,7 +89,7 @@ class SGLangClient:
             "stream": True,
             self._options.salt_field: request.cache_salt,
         }
-        return TokenStream(self._open, self._url(url, "/generate"), orjson.dumps(body), self._stream_timeout)
+        return TokenStream(self._open, url, self._url(url, "/generate"), orjson.dumps(body), self._stream_timeout)
 
     async def abort(self, url: str, request_id: str) -> None:
         """Abort one request by its exact id; unknown ids are ignored."""

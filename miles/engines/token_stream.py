@@ -29,12 +29,24 @@ class TokenStream:
     how many are new, and those are the last ones in either style.
     """
 
-    __slots__ = ("_body", "_buffer", "_chunks", "_closed", "_received", "_response", "_session", "_timeout", "_url")
+    __slots__ = (
+        "_body",
+        "_buffer",
+        "_chunks",
+        "_closed",
+        "_origin",
+        "_received",
+        "_response",
+        "_session",
+        "_timeout",
+        "_url",
+    )
 
     def __init__(
-        self, session: aiohttp.ClientSession, url: URL, body: bytes, timeout: aiohttp.ClientTimeout
+        self, session: aiohttp.ClientSession, origin: str, url: URL, body: bytes, timeout: aiohttp.ClientTimeout
     ) -> None:
         self._session = session
+        self._origin = origin
         self._url = url
         self._body = body
         self._timeout = timeout
@@ -73,7 +85,7 @@ class TokenStream:
             self._response.close()
 
     async def _read(self) -> None:
-        origin = str(self._url.origin())
+        origin = self._origin
         if self._response is None:
             with mapped_errors(origin, CALL):
                 self._response = await self._session.post(self._url, data=self._body, timeout=self._timeout)
@@ -86,15 +98,15 @@ class TokenStream:
         *lines, self._buffer = (self._buffer + data).split(b"\n") if self._buffer else data.split(b"\n")
         for line in lines:
             if line.startswith(_DATA) and (text := line[len(_DATA) :].strip()) != _DONE:
-                self._chunks.append(self._chunk(text, origin))
+                self._chunks.append(self._chunk(text))
         if self._chunks and self._chunks[-1].finish is not None:
             await self._finish()
 
-    def _chunk(self, text: bytes, origin: str) -> TokenChunk:
+    def _chunk(self, text: bytes) -> TokenChunk:
         try:
             event: dict[str, Any] = orjson.loads(text)
             if "error" in event:
-                raise _refused(event["error"], origin)
+                raise _refused(event["error"], self._origin)
             meta = event["meta_info"]
             finish = meta["finish_reason"]
             total: int = meta["completion_tokens"]
@@ -113,14 +125,16 @@ class TokenStream:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise EngineUnreachable(
-                f"{origin}{CALL}: an event that cannot be read ({error!r}): {text[:200]!r}", url=origin, call=CALL
+                f"{self._origin}{CALL}: an event that cannot be read ({error!r}): {text[:200]!r}",
+                url=self._origin,
+                call=CALL,
             ) from error
 
     async def _finish(self) -> None:
         """Read to the end, so that the connection can be used again. The tokens are whole already."""
         assert self._response is not None
         try:
-            with mapped_errors(str(self._url.origin()), CALL):
+            with mapped_errors(self._origin, CALL):
                 while await self._response.content.readany():
                     pass
         except EngineUnreachable:

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.real
+
+_CHILD = """
+import signal, sys
+if "ignored" in sys.argv:
+    print("was", signal.getsignal(signal.SIGINT) == signal.SIG_IGN, flush=True)
+import anyio
+from miles.cluster.signals import StopSignals
+
+async def main():
+    with anyio.CancelScope() as scope:
+        async with StopSignals(lambda received: scope.cancel()) as signals:
+            print("ready", flush=True)
+            try:
+                await anyio.sleep_forever()
+            finally:
+                print("stopping", signals.received.name, flush=True)
+                if "hang" in sys.argv:
+                    with anyio.CancelScope(shield=True):
+                        await anyio.sleep_forever()
+                if "busy" in sys.argv:
+                    while True:
+                        pass
+    print("stopped", flush=True)
+
+anyio.run(main)
+"""
+
+
+def _start(*words: str, ignore_sigint: bool = False) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", _CHILD, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=(lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)) if ignore_sigint else None,
+    )
+    if ignore_sigint:
+        assert _line(process) == "was True"
+    assert _line(process) == "ready"
+    return process
+
+
+def _line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_stops_in_order(number: signal.Signals) -> None:
+    with _start() as process:
+        process.send_signal(number)
+        assert _line(process) == f"stopping {number.name}"
+        assert _line(process) == "stopped"
+        assert process.wait(10) == 0
+
+
+def test_sigint_stops_also_where_it_was_inherited_as_ignored() -> None:
+    """Fails without the explicit `signal.signal` of StopSignals: Python leaves an ignored SIGINT ignored."""
+    with _start("ignored", ignore_sigint=True) as process:
+        process.send_signal(signal.SIGINT)
+        assert _line(process) == "stopping SIGINT"
+        assert process.wait(10) == 0
+
+
+@pytest.mark.parametrize("stuck", ["hang", "busy"])
+def test_a_second_sigint_ends_a_stop_that_hangs(stuck: str) -> None:
+    """Fails without the `os._exit`; with handlers of the event loop it would fail where the loop is busy."""
+    with _start(stuck) as process:
+        process.send_signal(signal.SIGINT)
+        assert _line(process) == "stopping SIGINT"
+        while process.poll() is None:  # one sent too soon counts as the same press
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(0.1)
+            except subprocess.TimeoutExpired:
+                continue
+        assert process.returncode == 130
+
+
+def test_sigint_twice_at_once_is_one_press() -> None:
+    """Fails without SAME_PRESS_S: a wrapper that passes Ctrl-C on would turn every stop into a hard exit."""
+    with _start() as process:
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGINT)
+        assert _line(process) == "stopping SIGINT"
+        assert process.wait(10) == 0
