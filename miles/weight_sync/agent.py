@@ -175,6 +175,8 @@ class PullAgent:
             for reader in self._readers.values():
                 reader.close()
             self._readers.clear()
+            self._control.close()
+            self._installing.close()
             with _agents_lock:
                 if _agents.get(self._command.incarnation) is self:
                     del _agents[self._command.incarnation]

@@ -73,6 +73,10 @@ class ControlClient:
             except OSError:
                 return  # it was closed meanwhile
 
+    def close(self) -> None:
+        """Close the connection; a later request would open another."""
+        self._connection.close()
+
     def _post(self, path: str, message: msgspec.Struct) -> tuple[int, bytes]:
         body = msgspec.json.encode(message)
         backoff_s = _FIRST_BACKOFF_S

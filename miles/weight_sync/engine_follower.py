@@ -139,10 +139,11 @@ class EngineFollower:
     async def _install(self, engine: Engine, version: WeightVersion, prove: Callable[[], None]) -> None:
         """Pause, install, prove, label, resume. An exception leaves the engine paused, for its caller to fail."""
         session, timeout_s = self._session, self._options.vote_timeout_s
+        pause_timeout_s = 2 * timeout_s  # the loader and the votes each have their own
         command = encode(Install(PROTOCOL, session.incarnation, version.number))
         start = time.perf_counter()
         try:
-            with anyio.fail_after(timeout_s, shield=True):
+            with anyio.fail_after(pause_timeout_s, shield=True):
                 await engine.pause(self._options.mode)
                 await engine.call_weight_loader(LOADER, command, timeout_s)
                 votes = await session.all_installed(version, timeout_s)
@@ -151,7 +152,7 @@ class EngineFollower:
                 await engine.resume()
         except TimeoutError as error:
             raise WaitTimeout(
-                f"{session.incarnation} did not change its weights within {timeout_s} s",
+                f"{session.incarnation} did not change its weights within {pause_timeout_s} s",
                 waited_for=f"{session.incarnation} to install version {version.number}",
                 engine=session.engine,
                 incarnation=session.incarnation,

@@ -54,7 +54,15 @@ class Quarantined:
 class PullClient:
     """One NIXL agent and its peers. `quarantined_bytes` and `agents_made` are for statistics and tests."""
 
-    def __init__(self, name: str, staging: Staging, chunk_bytes: int, quarantine_bytes: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        staging: Staging,
+        chunk_bytes: int,
+        quarantine_bytes: int,
+        make_agent: Callable[[str], Any] = open_agent,
+    ) -> None:
+        self._make_agent = make_agent
         self._name = name
         self._staging = staging
         self._chunk_bytes = chunk_bytes
@@ -122,7 +130,7 @@ class PullClient:
         self._destroy()
 
     def _open(self) -> None:
-        self._agent = open_agent(f"{self._name}-{uuid.uuid4().hex}")
+        self._agent = self._make_agent(f"{self._name}-{uuid.uuid4().hex}")
         self.agents_made += 1
 
     def _destroy(self) -> None:

@@ -151,7 +151,7 @@ class WeightSyncService:
                 self._counts.publish_failures += 1
                 if isinstance(error, PublishFailed):
                     raise
-                detail = error or f"not within {self._options.publish_timeout_s} s"
+                detail = str(error) or f"not within {self._options.publish_timeout_s} s"
                 raise PublishFailed(f"version {number} was not staged: {detail}", number=number) from error
             self._controller.commit_version(version)
             self._committed = Committed(version, slot)

@@ -14,6 +14,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import anyio
 import anyio.to_thread
+import msgspec
 import torch
 
 from controllers.errors import ActorDied
@@ -101,8 +102,11 @@ class LocalRank:
     weights: dict[str, torch.Tensor]
     cut: Callable[[str, tuple[int, ...], int, int], Box]
     plugins: dict[str, Any] = field(default_factory=dict)
+    lost: bool = False
 
     def shards(self) -> Iterator[LocalShard]:
+        if self.lost:
+            return
         for name, tensor in self.weights.items():
             box = self.cut(name, tuple(tensor.shape), self.rank, self.world_size)
             view = tensor
@@ -123,12 +127,16 @@ def cut_rows_or_columns(name: str, shape: tuple[int, ...], rank: int, world: int
 
 
 class LocalRanks:
-    """A RankRunner over contexts in this process. `calls` names the functions run; `dead` raises, `broken` errs."""
+    """A RankRunner over contexts in this process. `calls` names the functions run, `slots` where versions were staged.
+
+    `dead` makes every call raise as a lost rank does; `rank.lost` makes that rank's tensors not what they were.
+    """
 
     def __init__(self, world: int = 1, weights: dict[str, torch.Tensor] | None = None) -> None:
         self.weights = weights or {name: torch.zeros(shape) for name, shape in SHAPES.items()}
         self.ranks = [LocalRank(rank, world, self.weights, cut_rows_or_columns) for rank in range(world)]
         self.calls: list[str] = []
+        self.slots: list[int] = []
         self.dead = False
 
     def step(self, seed: int) -> None:
@@ -140,7 +148,9 @@ class LocalRanks:
     async def on_each_rank(
         self, function: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> list[R]:
-        self.calls.append(getattr(function, "__name__", "?"))
+        self.calls.append(function.__name__)
+        if function.__name__ == "stage":
+            self.slots.append(int(str(args[0])))
         if self.dead:
             raise ActorDied("trainer-0 died", actor="trainer-0")
         return [
@@ -155,12 +165,15 @@ class AgentEngine(FakeEngine):
         super().__init__(spec, pid=pid)
         self.model = EngineModel()
         self.loads = 0
+        self.drop_installs = False
 
     async def call_weight_loader(self, loader: str, manifest: bytes, timeout_s: float) -> None:
         await super().call_weight_loader(loader, manifest, timeout_s)
         assert loader == f"{agent.__name__}.{agent.load.__name__}"
         tensor = torch.frombuffer(bytearray(manifest), dtype=torch.uint8)
         self.loads += 1
+        if self.drop_installs and msgspec.json.decode(manifest)["type"] == "install":
+            return
         await anyio.to_thread.run_sync(agent.load, self.model, [("manifest", tensor)])
 
 
