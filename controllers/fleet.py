@@ -147,14 +147,9 @@ class Fleet:
         self._listeners: list[Callable[[], None]] = []
         self.changes = Changes()
         self.stale_messages = 0
-        self._members = {
-            engine: Member(engine, index, Life(engine, "", 0))
-            for index, engine in enumerate(f"engine-{index}" for index in range(count))
-        }
-
-    @property
-    def members(self) -> tuple[Member, ...]:
-        return tuple(self._members.values())
+        names = (f"engine-{index}" for index in range(count))
+        self.members = tuple(Member(name, index, Life(name, "", 0)) for index, name in enumerate(names))
+        self._members = {member.engine: member for member in self.members}
 
     def add_listener(self, listener: Callable[[], None]) -> None:
         """Call `listener` after every change, once its event is published."""
@@ -247,9 +242,9 @@ class Fleet:
                 restarts=member.restarts,
                 reason=member.reason,
             )
-            for member in self._members.values()
+            for member in self.members
         )
 
     def states(self) -> dict[str, int]:
         """How many engines are in each state, by its class name."""
-        return dict(Counter(type(member.state).__name__ for member in self._members.values()))
+        return dict(Counter(type(member.state).__name__ for member in self.members))

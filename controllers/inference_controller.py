@@ -63,7 +63,7 @@ class InferenceController:
         self._options = options
         self._fleet = Fleet(options.count, run_id or secrets.token_hex(3), self.bus)
         self._desk = LeaseDesk(self._fleet, options.max_concurrency)
-        self._updates = WeightUpdates(self._fleet, ledger, self.bus, self._give_up)
+        self._updates = WeightUpdates(self._fleet, ledger, self.bus, options.sync_timeout_s, self._give_up)
         self._supervisors = {
             member.engine: EngineSupervisor(member, self._fleet, self.bus, launcher, options, ledger.forget)
             for member in self._fleet.members
@@ -197,7 +197,8 @@ class InferenceController:
         Waits until the engine is Serving; raises EngineFailed when it left service or was asked to drain,
         StaleIncarnation when this life has ended, VersionRegression when it serves a newer version. Leaving the body
         with a proof puts it back to Serving(target); leaving without one, by an exception or by cancellation fails the
-        engine, which is then restarted. Raises EngineFailed on leaving if the engine died meanwhile.
+        engine, which is then restarted. So does a body that takes longer than sync_timeout_s: it is cancelled, and
+        WaitTimeout raised. Raises EngineFailed on leaving if the engine died meanwhile.
         """
         return self._updates.updating(engine, incarnation, target)
 

@@ -157,7 +157,7 @@ class LeaseDesk:
 
     def _open_members(self) -> list[Member]:
         limit = self._max_concurrency
-        return [member for member in self._fleet.members if member.takes_leases and member.in_flight < limit]
+        return [member for member in self._fleet.members if member.life.in_flight < limit and member.takes_leases]
 
     def _without(self, exclude: frozenset[str], members: Sequence[Member]) -> Sequence[Member]:
         """Excluded engines are avoided only while another one may still serve: better the same engine than none."""

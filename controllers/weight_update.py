@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+import anyio
+
 from controllers.engine_state import Draining, Failed, Serving, Stopped, Updating
-from controllers.errors import EngineFailed, VersionRegression
+from controllers.errors import EngineFailed, VersionRegression, WaitTimeout
 from controllers.event_bus import EventBus
 from controllers.events import VersionProven
 from controllers.fleet import Fleet, Member
@@ -34,14 +36,20 @@ class Update:
 
 
 class WeightUpdates:
-    """Opens updates. `fail(engine, incarnation, reason)` gives an engine up."""
+    """Opens updates, of `timeout_s` each at most. `fail(engine, incarnation, reason)` gives an engine up."""
 
     def __init__(
-        self, fleet: Fleet, ledger: VersionLedger, bus: EventBus, fail: Callable[[str, str, str], None]
+        self,
+        fleet: Fleet,
+        ledger: VersionLedger,
+        bus: EventBus,
+        timeout_s: float,
+        fail: Callable[[str, str, str], None],
     ) -> None:
         self._fleet = fleet
         self._ledger = ledger
         self._bus = bus
+        self._timeout_s = timeout_s
         self._fail = fail
 
     @asynccontextmanager
@@ -58,7 +66,11 @@ class WeightUpdates:
         update = Update(handle, target, lambda: self._prove(engine, incarnation, target))
         self._fleet.transition(member, Updating(serving.version, target), f"update to version {target.number}")
         try:
-            yield update
+            with anyio.move_on_after(self._timeout_s) as scope:
+                yield update
+            if scope.cancelled_caught:
+                waited_for = f"the update of {incarnation} to version {target.number}"
+                raise WaitTimeout(f"{waited_for} did not end within {self._timeout_s} s", waited_for=waited_for)
         except BaseException as error:
             self._fail(engine, incarnation, f"update to version {target.number} ended by {error!r}")
             raise

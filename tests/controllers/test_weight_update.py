@@ -3,7 +3,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from controllers.errors import EngineFailed, StaleIncarnation, VersionRegression
+from controllers.errors import EngineFailed, StaleIncarnation, VersionRegression, WaitTimeout
 from controllers.events import EngineStateChanged, StaleMessageDropped, VersionProven
 from tests.controllers.harness import World, running, version
 from tests.support.virtual_time import virtual_time
@@ -161,3 +161,16 @@ async def test_an_update_that_waits_hears_when_its_engine_fails() -> None:
         with pytest.raises(EngineFailed, match="proved no weights"):
             async with world.controller.updating("engine-0", snapshot.incarnation, version(1)):
                 pass
+
+
+@virtual_time
+async def test_invariant_5_a_pause_that_does_not_end_is_cut_off_at_its_deadline() -> None:
+    """Invariants 5 and 8. Guards move_on_after in WeightUpdates.updating: a hung plugin pauses no engine for ever."""
+    async with running(1, sync_timeout_s=40) as world:
+        world.controller.commit_version(version(2))
+        with pytest.raises(WaitTimeout, match="e0-0001-ab12 to version 2"):
+            async with world.controller.updating("engine-0", world.now().incarnation, version(2)) as update:
+                await update.engine.pause("in_place")
+                await anyio.sleep_forever()
+        assert anyio.current_time() == pytest.approx(40)
+        assert world.now().state == "Failed"
