@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import orjson
-
 from controllers.errors import ConfigError
 from miles.config import check_ports, load_config
 from miles.telemetry.logs import log_to_console
-from miles.telemetry.run_folder import SUMMARY_FILE, require_fresh
-from miles.telemetry.summary import describe
+from miles.telemetry.run_folder import require_fresh
 
 
 def train_command(config_file: Path, overrides: Sequence[str], *, resume: bool) -> int:
-    """Run a training run to its end and print what it came to. Returns the exit code."""
+    """Run a training run to its end; the run itself prints what it came to. Returns the exit code."""
     log_to_console()
     if resume:
         raise ConfigError("--resume is not built yet; start a new run with run.dir=...", argument="--resume")
@@ -25,8 +22,4 @@ def train_command(config_file: Path, overrides: Sequence[str], *, resume: bool) 
 
     from miles.train_loop import run_training
 
-    code = run_training(config)
-    summary_file = config.run.dir / SUMMARY_FILE
-    if summary_file.exists():
-        print(describe(orjson.loads(summary_file.read_bytes()), config.run.dir))
-    return code
+    return run_training(config)

@@ -6,8 +6,11 @@ The adapters' own checks are imported where they are called, so that `import mil
 
 from __future__ import annotations
 
+import inspect
 import socket
+from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
+from typing import Any
 
 from controllers.errors import ConfigError
 from miles.config.base import KeyProblem
@@ -65,9 +68,20 @@ def _check_names(config: RunConfig) -> None:
         problem = f"unknown transport {transport!r}{did_you_mean(transport, transports)}"
         raise ConfigError(f"weight_sync.transport: {problem}", key="weight_sync.transport")
     algorithms.resolve("advantage", config.algorithm.advantage)
+    if config.algorithm.advantage in algorithms.ADVANTAGES:
+        _check_arguments(algorithms.load("advantage", config.algorithm.advantage), config.algorithm.advantage_options)
     algorithms.resolve("loss", config.algorithm.loss)
     if ":" not in config.reward:
         load_reward(config.reward)
+
+
+def _check_arguments(advantage: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    parameters = list(inspect.signature(advantage).parameters.values())
+    known = [parameter.name for parameter in parameters if parameter.kind is inspect.Parameter.KEYWORD_ONLY]
+    for name in options:
+        if name not in known:
+            key = f"algorithm.advantage_options.{name}"
+            raise ConfigError(f"{key}: unknown key{did_you_mean(name, known)}", key=key)
 
 
 def _check_data(data: DataConfig) -> None:

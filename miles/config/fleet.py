@@ -102,7 +102,7 @@ class InferenceConfig(Section):
 class RolloutConfig(Section):
     """`rollout`: how samples are made."""
 
-    group_size: PositiveInt = 16
+    group_size: Annotated[int, Field(ge=1, le=1000)] = 16
     """Samples of one prompt."""
 
     max_tokens: PositiveInt = 16
@@ -127,7 +127,7 @@ class RolloutConfig(Section):
     """How long one request may wait for its next tokens."""
 
     max_retries: Count = 5
-    """Attempts after the first before a sequence, and its group, fails."""
+    """Interruptions of one sequence in a row, without a token gained, before its group fails."""
 
     filter_zero_variance: bool = False
     """Leave out groups whose rewards are all equal: they teach a group baseline nothing."""

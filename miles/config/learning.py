@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -71,16 +71,6 @@ class TrainerConfig(Section):
     """How long one call of the trainer may take."""
 
 
-class AdvantageOptions(Section):
-    """`algorithm.advantage_options`."""
-
-    normalize_std: bool = True
-    """Divide by the standard deviation of the group's rewards."""
-
-    eps: Annotated[float, Field(gt=0)] = 0.1
-    """Added to that standard deviation."""
-
-
 class AlgorithmConfig(Section):
     """`algorithm`: what a reward does to the weights."""
 
@@ -89,8 +79,8 @@ class AlgorithmConfig(Section):
 
     Or `package.module:function`."""
 
-    advantage_options: AdvantageOptions = AdvantageOptions()
-    """Details of the advantage."""
+    advantage_options: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the advantage: `scale_by_std` and `eps` of the built-in ones."""
 
     loss: Annotated[str, Field(min_length=1)] = "clipped"
     """The policy loss: `clipped` bounds the importance ratio token by token. Or `package.module:function`."""
@@ -142,7 +132,7 @@ class CheckpointConfig(Section):
     """`checkpoint`: what survives the run."""
 
     every: Count = 50
-    """Steps between two checkpoints; the first follows the warm-up and the last the last step. 0 only those."""
+    """Steps between two checkpoints, besides the one after the warm-up and, unless this is 0, the last step's."""
 
     keep: PositiveInt = 2
     """Newest checkpoints that are kept."""

@@ -2,7 +2,8 @@
 
 Owns the preset table. A preset is a function of its name and a seed: the same two always write the same bytes, and
 no global random state is read or changed. Neither torch nor transformers is imported, since a run's start waits for
-this. The assembly calls `write_preset`; whatever loads a Hugging Face folder loads the result.
+this, and numpy only to draw weights: `miles check` asks for a preset's shape. The assembly calls `write_preset`;
+whatever loads a Hugging Face folder loads the result.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
-from safetensors.numpy import save_file
+from typing import TYPE_CHECKING, Any
 
 from controllers.errors import ConfigError
 from miles.models.byte_tokenizer import EOS_ID, PAD_ID, VOCAB_SIZE, write_byte_tokenizer
 from miles.registry import did_you_mean
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,8 @@ class Qwen3Shape:
 
     def initial_weights(self, seed: int) -> dict[str, npt.NDArray[np.float32]]:
         """Norms are ones, everything else is drawn from N(0, init_std^2)."""
+        import numpy as np
+
         generator = np.random.default_rng(seed)
         return {
             name: np.ones(shape, np.float32)
@@ -117,6 +120,8 @@ def write_preset(name: str, folder: Path, *, seed: int = 0) -> Path:
 
     Float32 weights. Raises ConfigError for an unknown name, before anything is written.
     """
+    from safetensors.numpy import save_file
+
     shape = preset_shape(name)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(shape.initial_weights(seed), folder / "model.safetensors", metadata={"format": "pt"})

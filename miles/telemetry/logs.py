@@ -29,7 +29,8 @@ def log_to_console(level: Level = "info") -> None:
 def log_to(file: Path, level: Level = "info", console_level: Level | None = None) -> Iterator[None]:
     """Log to `file`, as JSON lines of at least `level`, and to standard error, of at least `console_level`.
 
-    `console_level` None is the same level. What was configured before is put back on leaving.
+    `console_level` None is the same level. Tracebacks are shown on the console at `debug` only, since the file has
+    them. What was configured before is put back on leaving.
     """
     before = structlog.get_config() if structlog.is_configured() else None
     handler = _ForwardHandler(logging.WARNING)
@@ -55,7 +56,7 @@ def _configure(level: Level, sinks: list[Processor], console_level: Level) -> No
             structlog.processors.format_exc_info,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             *sinks,
-            _ConsoleGate(_number(console_level)),
+            _ConsoleGate(_number(console_level), hide_tracebacks=bool(sinks) and console_level != "debug"),
             structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), pad_event_to=0, pad_level=False),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(_number(level)),
@@ -80,14 +81,17 @@ class _FileSink:
 
 
 class _ConsoleGate:
-    """A processor that keeps events below a level off the console."""
+    """A processor that keeps events below a level off the console, and tracebacks that the file has."""
 
-    def __init__(self, level: int) -> None:
+    def __init__(self, level: int, hide_tracebacks: bool) -> None:
         self._level = level
+        self._hide_tracebacks = hide_tracebacks
 
     def __call__(self, logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
         if _number(str(event["level"])) < self._level:
             raise structlog.DropEvent
+        if self._hide_tracebacks:
+            event.pop("exception", None)
         return event
 
 

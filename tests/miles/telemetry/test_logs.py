@@ -37,7 +37,7 @@ def test_the_console_may_be_quieter_than_the_file(tmp_path: Path, capsys: pytest
     assert "fine" not in capsys.readouterr().err
 
 
-def test_an_exception_is_in_the_file_with_its_traceback(tmp_path: Path) -> None:
+def test_an_exception_is_in_the_file_with_its_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with log_to(tmp_path / "log.jsonl"):
         try:
             raise ValueError("torn")
@@ -45,6 +45,9 @@ def test_an_exception_is_in_the_file_with_its_traceback(tmp_path: Path) -> None:
             structlog.get_logger("a").exception("step failed")
     (line,) = lines(tmp_path / "log.jsonl")
     assert "ValueError: torn" in str(line["exception"])
+    shown = capsys.readouterr().err
+    assert "step failed" in shown
+    assert "Traceback" not in shown
 
 
 def test_warnings_of_the_standard_library_join(tmp_path: Path) -> None:
