@@ -20,44 +20,40 @@ class StepAttention:
     """
 
     def __init__(self, cache: KvRows, positions: Tensor, length: int) -> None:
-        rows, tokens = positions.shape
-        _, _, all_rows, heads, capacity, head_dim = cache.data.shape
-        self._cache = cache.data
-        self._rows, self._heads, self._length = rows, heads, length
+        data = cache.data
+        layers, _, _, heads, capacity, head_dim = data.shape
+        self._rows, self._tokens = positions.shape
+        self._heads, self._head_dim = heads, head_dim
         self._scale = head_dim**-0.5
-        # Flat index of (key or value, row, head, position) for every new token: one write stores both.
-        first = (torch.arange(rows) * (heads * capacity)).unsqueeze(1) + positions
-        part = torch.arange(2 * heads) * capacity
-        part[heads:] += (all_rows - 1) * heads * capacity
-        self._slots = (first.unsqueeze(2) + part).flatten()
+        self._slots = cache.slots(positions)
+        self._stores = data.view(layers, -1, head_dim).unbind(0)
         hidden = torch.arange(length) > positions.unsqueeze(2)
-        mask = torch.zeros(hidden.shape, dtype=cache.data.dtype).masked_fill_(hidden, float("-inf"))
-        self._mask = mask.repeat_interleave(heads, 0) if tokens == 1 else mask.unsqueeze(1)
+        mask = torch.zeros(hidden.shape, dtype=data.dtype).masked_fill_(hidden, float("-inf")).unsqueeze(1)
+        if self._tokens == 1:
+            # One query a row: the query heads of a KV head are the rows of one small matrix product.
+            self._mask = mask.expand(-1, heads, -1, -1).reshape(-1, 1, length)
+            seen = data.view(layers, 2, -1, capacity, head_dim)[:, :, : self._rows * heads, :length]
+            self._keys, self._values = seen[:, 0].transpose(2, 3).unbind(0), seen[:, 1].unbind(0)
+        else:
+            self._mask = mask
+            self._keys, self._values = data[:, :, : self._rows, :, :length].unbind(1)
 
-    def __call__(self, layer: int, query: Tensor, key_value: Tensor) -> Tensor:
+    def __call__(self, layer: int, qkv: Tensor) -> Tensor:
         """Store the new keys and values and attend.
 
-        query [rows, tokens, q_heads, head_dim], key_value [rows, tokens, 2 * kv_heads, head_dim] (keys first).
-        Returns [rows, tokens, q_heads * head_dim].
+        qkv [rows * tokens, q_heads + 2 * kv_heads, head_dim], keys before values, both rotated where they should be.
+        Returns [rows * tokens, q_heads * head_dim].
         """
-        cache = self._cache[layer]
-        head_dim = query.shape[3]
-        cache.view(-1, head_dim).index_copy_(0, self._slots, key_value.reshape(-1, head_dim))
-        if query.shape[1] == 1:
-            return self._decode(query, cache)
-        keys, values = cache[:, : self._rows, :, : self._length]
+        q_heads = qkv.shape[1] - 2 * self._heads
+        self._stores[layer].index_copy_(0, self._slots, qkv[:, q_heads:].reshape(-1, self._head_dim))
+        keys, values = self._keys[layer], self._values[layer]
+        if self._tokens == 1:
+            query = qkv[:, :q_heads].reshape(self._rows * self._heads, -1, self._head_dim)
+            scores = torch.baddbmm(self._mask, query, keys, alpha=self._scale)
+            weights = torch.softmax(scores, -1, dtype=torch.float32).to(scores.dtype)
+            return torch.bmm(weights, values).view(self._rows, -1)
+        query = qkv.view(self._rows, self._tokens, -1, self._head_dim)[:, :, :q_heads].transpose(1, 2)
         out = F.scaled_dot_product_attention(
-            query.transpose(1, 2), keys, values, attn_mask=self._mask, scale=self._scale, enable_gqa=True
+            query, keys, values, attn_mask=self._mask, scale=self._scale, enable_gqa=True
         )
-        return out.transpose(1, 2).flatten(2)
-
-    def _decode(self, query: Tensor, cache: Tensor) -> Tensor:
-        """One query a row: the query heads of a KV head are the rows of one small matrix product."""
-        batch = self._rows * self._heads
-        _, _, _, capacity, head_dim = cache.shape
-        keys = cache[0].view(-1, capacity, head_dim)[:batch, : self._length]
-        values = cache[1].view(-1, capacity, head_dim)[:batch, : self._length]
-        grouped = query.reshape(batch, -1, head_dim)
-        scores = torch.baddbmm(self._mask, grouped, keys.transpose(1, 2), alpha=self._scale)
-        weights = torch.softmax(scores, -1, dtype=torch.float32).to(scores.dtype)
-        return torch.bmm(weights, values).view(self._rows, 1, -1)
+        return out.transpose(1, 2).reshape(qkv.shape[0], -1)

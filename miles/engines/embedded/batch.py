@@ -76,7 +76,7 @@ class RunningBatch:
         hidden = self._model(self._next[:rows], positions, StepAttention(self._cache, positions, length))
         if self._sampling is None:
             self._sampling = BatchSampling([request.sampling for request in self.requests])
-        tokens, logprobs = self._sampler.sample(self._model.logits(hidden[:, 0]), self._sampling)
+        tokens, logprobs = self._sampler.sample(self._model.logits(hidden), self._sampling)
         self._next[:rows, 0] = tokens
         positions += 1
         return tokens.tolist(), logprobs.tolist()

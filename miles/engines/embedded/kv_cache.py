@@ -21,6 +21,7 @@ class KvRows:
     def __init__(self, config: ModelConfig, dtype: torch.dtype, rows: int, capacity: int) -> None:
         shape = (config.num_hidden_layers, 2, rows, config.num_key_value_heads, capacity, config.head_dim)
         self.data = torch.empty(shape, dtype=dtype)
+        self._first_slots = self._number_slots()
 
     @property
     def rows(self) -> int:
@@ -40,6 +41,14 @@ class KvRows:
         data = self.data.new_empty((*self.data.shape[:4], (length + length // 2) | 1, self.data.shape[5]))
         data[..., :old, :] = self.data
         self.data = data
+        self._first_slots = self._number_slots()
+
+    def slots(self, positions: Tensor) -> Tensor:
+        """Where the keys and values of new tokens go in a layer's `data` seen as [-1, head_dim].
+
+        positions [rows, tokens] -> flat [rows * tokens * 2 * kv_heads]: for each token its keys by head, then values.
+        """
+        return (self._first_slots[: positions.shape[0]] + positions.unsqueeze(2)).flatten()
 
     def place(self, row: int, start: int, segment: Tensor) -> int:
         """Copy `segment` [layers, 2, kv_heads, n, head_dim] to positions start.. of a row; returns start + n."""
@@ -61,3 +70,9 @@ class KvRows:
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of one row to another."""
         self.data[:, :, target, :, :length] = self.data[:, :, source, :, :length]
+
+    def _number_slots(self) -> Tensor:
+        """Position 0 of every row, as [rows, 1, 2 * kv_heads]."""
+        _, parts, rows, heads, capacity, _ = self.data.shape
+        numbers = torch.arange(parts * rows * heads).view(parts, rows, heads) * capacity
+        return numbers.transpose(0, 1).reshape(rows, 1, parts * heads)

@@ -27,7 +27,8 @@ _FUSED = {
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last axis, computed in float32."""
     wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+    normed = wide * wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return normed.to(x.dtype).mul_(weight)
 
 
 class Weight(nn.Module):
@@ -79,25 +80,24 @@ class Layer(nn.Module):
         self._qkv_bias = attn.qkv_proj.bias
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: StepAttention) -> Tensor:
-        """x [rows, tokens, hidden] -> the same shape."""
+        """x [n, hidden], cos and sin [n, 1, head_dim] -> [n, hidden], for the n new tokens of a step."""
         config, eps = self._config, self._config.rms_norm_eps
         qkv_weight, o_weight, gate_up_weight, down_weight = self._matrices
-        q_heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        kv_heads, head_dim = config.num_key_value_heads, config.head_dim
         qkv = F.linear(rms_norm(x, self._norms[0], eps), qkv_weight, self._qkv_bias)
-        qkv = qkv.view(*x.shape[:2], q_heads + 2 * kv_heads, head_dim)
-        rotated = qkv[:, :, : q_heads + kv_heads]
+        qkv = qkv.view(x.shape[0], -1, head_dim)
+        rotated = qkv[:, :-kv_heads]
+        normed = rotated
         if self._head_norms is not None:
             q_weight, k_weight = self._head_norms
-            q = rms_norm(rotated[:, :, :q_heads], q_weight, eps)
-            k = rms_norm(rotated[:, :, q_heads:], k_weight, eps)
-            normed = torch.cat((q, k), 2)
-        else:
-            normed = rotated
+            q_heads = config.num_attention_heads
+            both = torch.cat((q_weight.expand(q_heads, -1), k_weight.expand(kv_heads, -1)))
+            normed = rms_norm(rotated, both, eps)
         # sin is negative in its first half, so rolling by half a head is the rotation.
         torch.addcmul(normed * cos, normed.roll(head_dim // 2, -1), sin, out=rotated)
-        x = x + F.linear(attention(self._index, qkv[:, :, :q_heads], qkv[:, :, q_heads:]), o_weight)
+        x = x + F.linear(attention(self._index, qkv), o_weight)
         gate, up = F.linear(rms_norm(x, self._norms[1], eps), gate_up_weight).chunk(2, -1)
-        return x + F.linear(F.silu(gate) * up, down_weight)
+        return F.linear(F.silu(gate).mul_(up), down_weight).add_(x)
 
 
 class Transformer(nn.Module):
@@ -134,20 +134,20 @@ class Decoder(nn.Module):
         return self.model.norm.weight.dtype
 
     def forward(self, tokens: Tensor, positions: Tensor, attention: StepAttention) -> Tensor:
-        """Token ids and positions [rows, tokens] -> last hidden states [rows, tokens, hidden], before the norm.
+        """Token ids and positions [rows, tokens] -> last hidden states [rows * tokens, hidden], before the norm.
 
         Stores the tokens' keys and values in the cache behind `attention`. Positions beyond the context (padding
         only) are clipped.
         """
-        at = positions.clamp(max=self._cos.shape[0] - 1)
-        cos, sin = self._cos[at].unsqueeze(2), self._sin[at].unsqueeze(2)
-        x = F.embedding(tokens, self.model.embed_tokens.weight)
+        at = positions.flatten().clamp(max=self._cos.shape[0] - 1)
+        cos, sin = self._cos[at].unsqueeze(1), self._sin[at].unsqueeze(1)
+        x = F.embedding(tokens.flatten(), self.model.embed_tokens.weight)
         for layer in self._layers:
             x = layer(x, cos, sin, attention)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Last hidden states [rows, hidden] -> float32 logits [rows, vocabulary]."""
+        """Last hidden states [n, hidden] -> float32 logits [n, vocabulary]."""
         normed = rms_norm(hidden, self.model.norm.weight, self.config.rms_norm_eps)
         return F.linear(normed, self.lm_head.weight).float()
 

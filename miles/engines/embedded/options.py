@@ -35,8 +35,8 @@ class EngineOptions:
     """Prompt tokens computed between two decode steps: bounds how long a long prompt stalls the others."""
     prefix_cache_tokens: int
     """Tokens whose KV is kept for prompts to come; 0 keeps none."""
-    stream_interval: int
-    """Tokens a streaming answer gathers before it sends a chunk (the first and the last go at once)."""
+    stream_delay_ms: float
+    """How long tokens may gather before they are sent as one chunk (the last ones go at once); 0 sends every step's."""
     random_seed: int
     threads: int
 
@@ -58,7 +58,7 @@ def parse_options(argv: Sequence[str]) -> EngineOptions:
     add("--context-length", type=_positive, default=None)
     add("--chunked-prefill-size", type=_positive, default=2048)
     add("--prefix-cache-tokens", type=_not_negative, default=65536)
-    add("--stream-interval", type=_positive, default=1)
+    add("--stream-delay-ms", type=_milliseconds, default=5.0)
     add("--random-seed", type=int, default=0)
     add("--threads", type=_positive, default=1, help="torch threads")
     given = parser.parse_args(argv)
@@ -76,7 +76,7 @@ def parse_options(argv: Sequence[str]) -> EngineOptions:
         context_length=given.context_length,
         chunked_prefill_size=given.chunked_prefill_size,
         prefix_cache_tokens=given.prefix_cache_tokens,
-        stream_interval=given.stream_interval,
+        stream_delay_ms=given.stream_delay_ms,
         random_seed=given.random_seed,
         threads=given.threads,
     )
@@ -100,4 +100,11 @@ def _not_negative(text: str) -> int:
     number = int(text)
     if number < 0:
         raise argparse.ArgumentTypeError(f"{text!r} is negative")
+    return number
+
+
+def _milliseconds(text: str) -> float:
+    number = float(text)
+    if not 0 <= number < 1000:
+        raise argparse.ArgumentTypeError(f"{text!r} is not between 0 and 1000 milliseconds")
     return number

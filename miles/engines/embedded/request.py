@@ -161,9 +161,9 @@ def parse_request(body: Mapping[str, Any], limits: Limits) -> GenerateCall:
     params = body.get("sampling_params") or {}
     if not isinstance(params, dict):
         raise RequestRefused("sampling_params must be an object (one request a call)")
-    for name, neutral in _NEUTRAL.items():
-        if params.get(name) is not None and params[name] not in neutral:
-            raise RequestRefused(f"sampling_params.{name}={params[name]!r} is not supported by the embedded engine")
+    for name, value in params.items():
+        if name in _NEUTRAL and value is not None and value not in _NEUTRAL[name]:
+            raise RequestRefused(f"sampling_params.{name}={value!r} is not supported by the embedded engine")
     max_new = _number(params, "max_new_tokens", 128, int, 1)
     stop_ids = params.get("stop_token_ids") or ()
     if not all(type(token) is int for token in stop_ids):

@@ -19,7 +19,7 @@ import orjson
 from aiohttp import web
 
 from miles.engines.embedded.options import EngineOptions
-from miles.engines.embedded.output import TokenOutput
+from miles.engines.embedded.output import StreamPacer, TokenOutput
 from miles.engines.embedded.request import Limits, RequestRefused, parse_request
 from miles.engines.embedded.scheduler import PauseMode, Scheduler
 from miles.engines.embedded.weight_update import WeightUpdater
@@ -42,6 +42,7 @@ class EngineServer:
         self._limits = limits
         self._options = options
         self._live: dict[str, TokenOutput] = {}
+        self._pacer = StreamPacer(options.stream_delay_ms / 1000)
         self._probes = 0
 
     def application(self) -> web.Application:
@@ -78,13 +79,13 @@ class EngineServer:
             call.rid,
             len(call.prompt),
             return_logprob=call.return_logprob,
-            interval=self._options.stream_interval,
+            pacer=self._pacer if call.stream else None,
         )
         self._live[call.rid] = output
         self._scheduler.submit(call.request(output))
         try:
             if not call.stream:
-                return _json(await output.whole())
+                return _json(await output.next_chunk())
             return await _stream(request, output)
         except ConnectionResetError:
             return web.Response()  # nobody is there to read it
@@ -216,11 +217,11 @@ class EngineServer:
             "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
         }
         call = parse_request(body, self._limits)
-        output = TokenOutput(call.rid, 1, return_logprob=False, interval=1)
+        output = TokenOutput(call.rid, 1, return_logprob=False, pacer=None)
         self._scheduler.submit(call.request(output))
         try:
             async with asyncio.timeout(_PROBE_TIMEOUT_S):
-                await output.whole()
+                await output.next_chunk()
         except TimeoutError:
             return web.Response(status=503)
         finally:
