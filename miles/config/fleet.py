@@ -54,7 +54,7 @@ class EnginesConfig(Section):
     """Requests one engine works on at once; more wait for a lease."""
 
     args: dict[str, Any] = Field(default_factory=dict)
-    """Further options of the engine kind, passed on as they are."""
+    """Further flags of the engine's own command line: `{chunked_prefill_size: 512}` is `--chunked-prefill-size 512`."""
 
     port: Annotated[int, Field(ge=1024, le=65535)] | None = None
     """First port; engine i listens at `port + i`. Null lets every engine take a free one."""
