@@ -173,8 +173,9 @@ class RolloutExecutor:
     def batches(self, prompts: PromptSource, *, first_step: int = 1) -> BatchStream:
         """Batches for optimizer steps `first_step`, `first_step + 1`, ... until the prompts are used up.
 
-        Weights of step `first_step - 1` are taken as published. Asked for again with the same prompts it goes on
-        where it was, whatever `first_step` says. Raises StreamBusy while another prompt source is not used up.
+        Generation begins with the first publication; or when the first batch is asked for, since somebody who
+        trains has the weights of step `first_step - 1`. Asked for again with the same prompts it goes on where it
+        was, whatever `first_step` says. Raises StreamBusy while another prompt source is not used up.
         """
         self._attach(prompts, first_step=first_step)
         return BatchStream(lambda: self._next(self._take_batch))
@@ -270,7 +271,7 @@ class RolloutExecutor:
             result = await runner.run(group, self._options.sampling, self._options.group_size, give_back_one)
         finally:
             del self._in_flight[group.group_id]
-            self._permits.give_back(group.permits)  # of trajectories that were cancelled before they began
+            self._permits.give_back(group.permits)  # of trajectories that never began
         if isinstance(result, GroupEnd):
             self._end(group.group_id, result)
             return
@@ -316,6 +317,8 @@ class RolloutExecutor:
 
     async def _next(self, take: Callable[[], Item | None]) -> Item | None:
         """Wait for an item; None when the prompts are used up and nothing more will come of them."""
+        if self._gate.published_step is None:
+            self._gate.published(self._next_step - 1)
         while True:
             if self._failure is not None:
                 raise RolloutFailed(f"no more groups will come: {self._failure}") from self._failure

@@ -48,9 +48,8 @@ class AdmissionGate:
             self._wake()
 
     def start_lineage(self, steps_done: int) -> None:
-        """Training begins after `steps_done` steps, with the weights of that step taken as published."""
+        """Training goes on after `steps_done` steps, each of which took a full batch."""
         self._taken = steps_done * self._groups_per_step
-        self.published(steps_done)
         self._wake()
 
     def take(self) -> None:

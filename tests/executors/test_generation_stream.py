@@ -59,6 +59,15 @@ def test_a_label_that_is_not_the_leases_drops_the_request(label: str) -> None:
     assert stream.remaining == 9
 
 
+def test_requests_to_one_engine_and_version_make_one_span() -> None:
+    stream = make_stream()
+    for _ in range(2):
+        stream.begin_attempt(4)
+        stream.append(chunk(5, 6))
+        assert stream.end_attempt("i0", [LabelSpan("i0:4", 0, 2)])
+    assert stream.spans == [VersionSpan(4, 0, 4, "i0")]
+
+
 def test_incarnations_may_hold_colons() -> None:
     stream = make_stream()
     stream.append(chunk(5))

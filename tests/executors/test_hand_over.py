@@ -13,6 +13,7 @@ from executors.errors import RolloutFailed, TrajectoryFailed
 from executors.sampling_client import SamplingParams
 from executors.trajectory import StopReason, Trajectory, VersionSpan
 from tests.executors.world import Prompts, World, assert_bit_for_bit, make_prompt
+from tests.fakes.lease_source import FakeLeaseSource, FakeLife
 from tests.fakes.sampling_client import (
     FIRST_TOKEN,
     AbortByEngine,
@@ -297,6 +298,31 @@ async def test_progress_renews_the_retries(tmp_path: Path) -> None:
 
 
 @virtual_time
+async def test_retries_are_counted_from_the_last_progress(tmp_path: Path) -> None:
+    """Fails when `in_a_row` is not reset: three breaks with tokens and three without would be six."""
+    async with World(tmp_path, engines=1, max_retries=3) as world:
+        world.server("engine-0").faults.extend([Break(after=1)] * 3 + [Break(after=0)] * 3)
+        assert_bit_for_bit(await sample_one(world, 4, 8), 8)
+
+
+@virtual_time
+async def test_lease_revoked_before_its_use_sends_nothing(tmp_path: Path) -> None:
+    """Invariant 1. Fails without the check of `lease.revoked` in `_attempt`."""
+
+    class RevokedOnGrant(FakeLeaseSource):
+        async def _pick(self, exclude: frozenset[str], timeout_s: float) -> FakeLife:
+            life = await super()._pick(exclude, timeout_s)
+            if life.engine == "engine-0":
+                self.drain("engine-0", grace_s=5)
+            return life
+
+    async with World(tmp_path, leases=RevokedOnGrant()) as world:
+        old = world.server("engine-0")
+        assert_bit_for_bit(await sample_one(world, 4, 8), 8)
+        assert old.requests == []
+
+
+@virtual_time
 async def test_trajectory_has_a_deadline_and_leaves_no_orphan(tmp_path: Path) -> None:
     async with World(tmp_path, engines=1, trajectory_timeout_s=20) as world:
         with pytest.raises(TrajectoryFailed) as failed:
@@ -310,7 +336,8 @@ async def test_trajectory_has_a_deadline_and_leaves_no_orphan(tmp_path: Path) ->
 @virtual_time
 async def test_waiting_for_a_busy_engine_is_not_a_failure(tmp_path: Path) -> None:
     """64 samples of 8 s on one slot wait 500 s, far over both deadlines, while the engine makes progress."""
-    async with World(tmp_path, engines=1, capacity=1, trajectory_timeout_s=20, lease_timeout_s=20) as world:
+    one_slot = FakeLeaseSource(capacity=1)
+    async with World(tmp_path, engines=1, leases=one_slot, trajectory_timeout_s=20, lease_timeout_s=20) as world:
         prompts = [make_prompt(index) for index in range(64)]
         results = await world.executor.sample(prompts, SamplingParams(max_new_tokens=8))
         assert len(results) == 64

@@ -35,14 +35,13 @@ def test_reserved_numbers_are_never_repeated_across_reopening(tmp_path: Path) ->
     unclosed = []
     for opening in range(6):
         journal = Journal(path)
-        numbers.extend(journal.reserve() for _ in range(50))
+        numbers.extend(journal.reserve() for _ in range(5 if opening % 3 == 1 else 50))
         if opening % 2:
-            journal.flush()
             unclosed.append(journal)  # as after a crash: nothing is given back
         else:
             journal.close()
     assert numbers == sorted(set(numbers))
-    assert numbers[:100] == list(range(1, 101))  # a clean close gives the unused rest of a block back
+    assert numbers[:55] == list(range(1, 56))  # a clean close gives the unused rest of a block back
     for journal in unclosed:
         journal._writer.close(5.0)
 

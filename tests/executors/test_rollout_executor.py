@@ -75,6 +75,37 @@ async def test_admission_bounds_what_is_generated_ahead(tmp_path: Path) -> None:
 
 
 @virtual_time
+async def test_admission_after_a_resume_counts_the_steps_done(tmp_path: Path) -> None:
+    """Fails when `_attach` does not start the lineage: 57 steps' worth of groups would go out at once."""
+    async with World(tmp_path, max_staleness=1) as world:
+        world.update(58)
+        stream = world.executor.batches(Prompts(None), first_step=58)
+        await anyio.sleep(50)
+        assert world.executor.account.dispatched == 2 * 2
+        batch = await anext(stream)
+        assert (batch.step, batch.staleness) == (58, (0, 0))
+
+
+@virtual_time
+async def test_nothing_goes_out_before_weights_are_published(tmp_path: Path) -> None:
+    """The prompts may be handed over before a long warm-up, while no engine serves yet."""
+    async with World(tmp_path, published=False) as world:
+        world.executor.batches(Prompts(None))
+        await anyio.sleep(1000)
+        assert world.executor.account.dispatched == 0
+        world.executor.on_published(0)
+        await anyio.sleep(1)
+        assert world.executor.account.dispatched == 4
+
+
+@virtual_time
+async def test_a_reader_needs_no_publication(tmp_path: Path) -> None:
+    """Engines that somebody else keeps serve some weights already."""
+    async with World(tmp_path, published=False) as world:
+        assert (await anext(world.executor.stream(Prompts(1)))).prompt.index == 0
+
+
+@virtual_time
 async def test_staleness_zero_is_on_policy(tmp_path: Path) -> None:
     async with World(tmp_path, max_staleness=0) as world:
         stream = world.executor.batches(Prompts(None))

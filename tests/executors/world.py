@@ -71,18 +71,26 @@ class Hanging:
 
 
 class World:
-    """Engines engine-0, engine-1, ... that serve version 1, of step 0."""
+    """Engines engine-0, engine-1, ... that serve version 1, of step 0, which is published unless told otherwise."""
 
     def __init__(
-        self, folder: Path, *, engines: int = 2, token_s: float = 1.0, capacity: int = 1000, **options: Any
+        self,
+        folder: Path,
+        *,
+        engines: int = 2,
+        token_s: float = 1.0,
+        leases: FakeLeaseSource | None = None,
+        published: bool = True,
+        **options: Any,
     ) -> None:
         self.client = FakeSamplingClient()
-        self.leases = FakeLeaseSource(capacity)
+        self.leases = leases or FakeLeaseSource()
         self.scorer = Scorer()
         self.options = replace(OPTIONS, **options)
         self.journal = Journal(folder / "journal.sqlite")
         self.steps = {version: version - 1 for version in range(1, 1000)}
         self.token_s = token_s
+        self.published = published
         self.executor = RolloutExecutor(
             self.leases, self.client, self.scorer, self.journal, self.options, self.steps.__getitem__
         )
@@ -91,6 +99,8 @@ class World:
 
     async def __aenter__(self) -> World:
         await self.executor.__aenter__()
+        if self.published:
+            self.executor.on_published(0)
         return self
 
     async def __aexit__(self, *exc: Any) -> None:
