@@ -207,7 +207,7 @@ async def test_waiters_hear_when_the_controller_closes() -> None:
     async with anyio.create_task_group() as tasks, running(1, admit=False) as world:
 
         async def ask() -> None:
-            with pytest.raises(FleetDegraded, match="closed"):
+            with pytest.raises(FleetDegraded, match="the controller is closed"):
                 async with world.controller.lease(timeout_s=1e5):
                     pass
 
