@@ -1,8 +1,8 @@
 """KV rows: the keys and values of up to `rows` sequences, in one tensor.
 
 Running sequences occupy rows 0..n-1 without holes, so that a decode step reads plain slices and gathers nothing; the
-owner keeps it so by moving the last row into a hole. Positions beyond a row's length hold garbage that no query's
-mask lets through. The position axis grows on demand: rows that are no longer than needed stay in the CPU's caches.
+owner keeps it so by moving the last row into a hole. Positions beyond a row's length hold finite garbage that no
+query's mask lets through: a weight of 0 times NaN is NaN, so new memory is zeroed, never taken as it comes. The position axis grows on demand: rows that are no longer than needed stay in the CPU's caches.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class KvRows:
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, rows: int, capacity: int) -> None:
         shape = (config.num_hidden_layers, 2, rows, config.num_key_value_heads, capacity, config.head_dim)
-        self.data = torch.empty(shape, dtype=dtype)
+        self.data = torch.zeros(shape, dtype=dtype)
         self._first_slots = self._number_slots()
 
     @property
@@ -38,7 +38,7 @@ class KvRows:
         if length <= old:
             return
         # An odd capacity keeps rows off power-of-two strides, which would compete for the same cache sets.
-        data = self.data.new_empty((*self.data.shape[:4], (length + length // 2) | 1, self.data.shape[5]))
+        data = self.data.new_zeros((*self.data.shape[:4], (length + length // 2) | 1, self.data.shape[5]))
         data[..., :old, :] = self.data
         self.data = data
         self._first_slots = self._number_slots()
