@@ -2,7 +2,8 @@
 
 Running sequences occupy rows 0..n-1 without holes, so that a decode step reads plain slices and gathers nothing; the
 owner keeps it so by moving the last row into a hole. Positions beyond a row's length hold finite garbage that no
-query's mask lets through: a weight of 0 times NaN is NaN, so new memory is zeroed, never taken as it comes. The position axis grows on demand: rows that are no longer than needed stay in the CPU's caches.
+query's mask lets through: a weight of 0 times NaN is NaN, so new memory is zeroed, never taken as it comes.
+The position axis grows on demand: rows that are no longer than needed stay in the CPU's caches.
 """
 
 from __future__ import annotations

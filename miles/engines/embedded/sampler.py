@@ -51,7 +51,10 @@ class Sampler:
         self._generator = torch.Generator().manual_seed(seed)
 
     def sample(self, logits: Tensor, batch: BatchSampling) -> tuple[Tensor, Tensor]:
-        """Float32 logits [rows, vocabulary] -> token ids [rows] and their log-probabilities [rows]."""
+        """Float32 logits [rows, vocabulary] -> token ids [rows] and their log-probabilities [rows].
+
+        Raises FloatingPointError for logits that are not finite: an engine that computes garbage must not serve it.
+        """
         scaled = logits if batch.temperature is None else logits / batch.temperature
         logprobs = torch.log_softmax(scaled, -1)
         if batch.all_greedy:
@@ -60,7 +63,10 @@ class Sampler:
             tokens = self._cut_draw(logprobs, batch) if batch.any_cuts else self._draw(logprobs.exp())
             if batch.any_greedy:
                 tokens = torch.where(batch.greedy, logits.argmax(-1), tokens)
-        return tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+        picked = logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+        if not bool(picked.isfinite().all()):
+            raise FloatingPointError("the model's logits are not finite")
+        return tokens, picked
 
     def _draw(self, weights: Tensor) -> Tensor:
         """Indices drawn in proportion to non-negative weights [rows, n], by inverting the distribution function.
