@@ -34,9 +34,12 @@ class MegatronTrainer:
     either of the first two the ranks' state is unknown: leave the trainer and resume from a checkpoint.
     """
 
-    def __init__(self, options: TrainerOptions, *, name: str = "trainer") -> None:
+    def __init__(
+        self, options: TrainerOptions, *, name: str = "trainer", start: Callable[..., RemoteActor] = start_actor
+    ) -> None:
         self._options = replace(options, model_path=_absolute(options.model_path))
         self._name = name
+        self._start = start
         self._ranks: list[RemoteActor] = []
         self._turn = anyio.Lock()
         self._steps_done = 0
@@ -45,7 +48,7 @@ class MegatronTrainer:
         try:
             for rank in range(self._options.world_size):
                 placement = ActorOptions(f"{self._name}-{rank}")
-                self._ranks.append(start_actor(TrainerRank, self._options, rank, options=placement))
+                self._ranks.append(self._start(TrainerRank, self._options, rank, options=placement))
             await self._all("open", timeout_s=self._options.start_timeout_s)
         except BaseException:
             self._kill()

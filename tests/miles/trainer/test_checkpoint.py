@@ -69,7 +69,8 @@ def test_the_random_state_comes_back(model: Path, tmp_path: Path) -> None:
 def test_a_save_that_fails_leaves_nothing(model: Path, tmp_path: Path) -> None:
     """Fails when checkpoint.save writes straight into the folder."""
     trained = learner(model)
-    with mock.patch.object(checkpoint, "publish", side_effect=OSError("disk full")), pytest.raises(OSError, match="full"):
+    full = mock.patch.object(checkpoint, "publish", side_effect=OSError("disk full"))
+    with full, pytest.raises(OSError, match="disk full"):
         trained.save(tmp_path / "checkpoint")
     assert list(tmp_path.iterdir()) == []
 

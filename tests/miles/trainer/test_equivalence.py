@@ -95,7 +95,7 @@ def test_sequences_of_a_pack_do_not_see_one_another(tmp_path: Path) -> None:
 def _ungrouped_qkv(name: str, parameter: Tensor) -> None:
     if name.endswith("linear_qkv.weight"):
         first, second = parameter.clone().chunk(2)
-        parts = [half.split([32, 16, 16]) for half in (first, second)]
+        parts = [torch.split(half, [32, 16, 16]) for half in (first, second)]
         parameter.copy_(torch.cat([group[index] for index in range(3) for group in parts]))
 
 
