@@ -46,7 +46,7 @@ class GenerationLimits:
     """Deadlines, in seconds."""
 
     request_timeout_s: float
-    """How long one request may wait for its next tokens."""
+    """How long one request may wait for its next tokens (and up to a tenth more)."""
     lease_timeout_s: float
     """How long to wait for an engine while no token is generated anywhere."""
     trajectory_timeout_s: float
@@ -90,25 +90,20 @@ class TrajectoryGenerator:
 
         Raises TrajectoryFailed (with `reason` and `outcome`) when the failure policy gives up or time is up.
         """
-        with anyio.CancelScope() as whole:
-            return await self._until_finished(name, stream, sampling, whole)
-        raise _failed(name, "trajectory_timeout", f"not finished within {self._limits.trajectory_timeout_s} s")
-
-    async def _until_finished(
-        self, name: str, stream: GenerationStream, sampling: SamplingParams, whole: anyio.CancelScope
-    ) -> StopReason:
         exclude: frozenset[str] = frozenset()
         in_a_row = 0
         for attempt in range(MAX_ATTEMPTS):
             request_id = f"{name}-a{attempt:03d}"
             tokens_before = len(stream.token_ids)
             try:
-                return await self._attempt(request_id, stream, sampling, exclude, whole)
+                return await self._attempt(request_id, stream, sampling, exclude)
             except _Interrupted as error:
                 interrupted = error
             reason = stream.stop_reason()
             if reason is not None:
                 return reason
+            if anyio.current_time() >= stream.deadline:
+                raise _failed(name, "trajectory_timeout", interrupted.detail) from interrupted
             in_a_row += 1
             gained = len(stream.token_ids) - tokens_before
             retry = self._decide(request_id, stream, interrupted, gained, in_a_row)
@@ -153,13 +148,12 @@ class TrajectoryGenerator:
         stream: GenerationStream,
         sampling: SamplingParams,
         exclude: frozenset[str],
-        whole: anyio.CancelScope,
     ) -> StopReason:
         async with AsyncExitStack() as held:
             lease = await self._acquire(held, request_id, exclude)
-            if whole.deadline == math.inf:
+            if stream.deadline == math.inf:
                 # Time in the queue of a busy fleet is nobody's fault, so the clock starts with the first lease.
-                whole.deadline = anyio.current_time() + self._limits.trajectory_timeout_s
+                stream.deadline = anyio.current_time() + self._limits.trajectory_timeout_s
             if lease.revoked.is_set():
                 raise _Interrupted(Interruption.REVOKED, "revoked before it was used", lease.engine)
             return await self._request(request_id, lease, stream, sampling)
@@ -224,14 +218,15 @@ class TrajectoryGenerator:
 class _Reading:
     """One answer being read. `finish` and `labels` are what its last chunk said."""
 
-    __slots__ = ("_counters", "_idle_s", "_lease", "_revoked", "_scope", "_stream", "finish", "labels")
+    __slots__ = ("_counters", "_idle_s", "_lease", "_prolong_at", "_revoked", "_scope", "_stream", "finish", "labels")
 
     def __init__(self, lease: Lease, stream: GenerationStream, counters: ExecutorCounters, idle_s: float) -> None:
         self._lease = lease
         self._stream = stream
         self._counters = counters
         self._idle_s = idle_s
-        self._scope = anyio.CancelScope(deadline=anyio.current_time() + idle_s)
+        self._scope = anyio.CancelScope()
+        self._prolong(anyio.current_time())
         self._revoked = False
         self.finish: str | None = None
         self.labels: tuple[LabelSpan, ...] = ()
@@ -258,7 +253,7 @@ class _Reading:
             if aclose is not None:
                 await aclose()
         if self._scope.cancelled_caught:
-            return self._interrupted(Interruption.TIMED_OUT, f"no tokens for {self._idle_s} s")
+            return self._interrupted(Interruption.TIMED_OUT, f"no tokens for {self._idle_s} s, or its time is up")
         if self.finish == "abort":
             return self._interrupted(Interruption.ABORTED, "aborted by the engine")
         if self.finish is None:
@@ -277,8 +272,18 @@ class _Reading:
             self._lease.note_tokens(count)
             if chunk.finish is not None:
                 self.finish, self.labels = chunk.finish, chunk.spans
-            if not self._revoked:
-                self._scope.deadline = anyio.current_time() + self._idle_s
+            now = anyio.current_time()
+            if now >= self._prolong_at and not self._revoked:
+                self._prolong(now)
+
+    def _prolong(self, now: float) -> None:
+        """Wait for the next tokens until `request_timeout_s` from now, and a tenth of it more.
+
+        So that a timer need not be set again for each chunk.
+        """
+        slack = self._idle_s / 10
+        self._prolong_at = now + slack
+        self._scope.deadline = min(now + self._idle_s + slack, self._stream.deadline)
 
     def _interrupted(self, kind: Interruption, detail: str, status: int | None = None) -> _Interrupted:
         if self._revoked and kind is not Interruption.REJECTED:

@@ -6,6 +6,7 @@ version is that of the engine which sampled it. Called by executors.generation.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from executors.sampling_client import LabelSpan, TokenChunk
@@ -20,6 +21,7 @@ class GenerationStream:
         "_granted_version",
         "_stop_token_ids",
         "budget",
+        "deadline",
         "logprobs",
         "prompt_ids",
         "spans",
@@ -32,6 +34,8 @@ class GenerationStream:
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self.spans: list[VersionSpan] = []
+        self.deadline = math.inf
+        """Event loop time by which it must be finished; set with its first lease."""
         self._attempt_start = 0
         self._granted_version = 0
         self._stop_token_ids = frozenset(stop_token_ids)

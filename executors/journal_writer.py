@@ -19,6 +19,9 @@ Write = Callable[[sqlite3.Connection], None]
 
 _MAX_BATCH = 1000
 
+_GATHER_S = 0.05
+"""How long writes that nobody waits for are gathered into one transaction."""
+
 
 class JournalWriter:
     """Owns the connection from its start on; closes it."""
@@ -30,6 +33,7 @@ class JournalWriter:
         self._queue: SimpleQueue[tuple[Write, bool, Future[None]] | None] = SimpleQueue()
         self._failure: BaseException | None = None
         self._closed = False
+        self._hurry = threading.Event()
         # A daemon: a driver that dies without closing the journal must not hang in the interpreter's exit.
         self._thread = threading.Thread(target=self._run, name="journal-writer", daemon=True)
         self._thread.start()
@@ -43,13 +47,18 @@ class JournalWriter:
         """Queue a write that nobody waits for. Raises JournalFailed when `max_backlog` writes are queued already."""
         if self._queue.qsize() >= self._max_backlog:
             raise JournalFailed(f"{self._path}: {self._max_backlog} writes wait for the disk", path=str(self._path))
-        self.submit(write)
+        self._put(write, fsync=False)
 
     def submit(self, write: Write, *, fsync: bool = False) -> Future[None]:
-        """Queue a write. Its future is done when it is committed, with `fsync` also forced to the disk.
+        """Queue a write, and apply it soon. Its future is done when it is committed, with `fsync` also on the disk.
 
         Raises JournalFailed when the writer has ended.
         """
+        done = self._put(write, fsync)
+        self._hurry.set()
+        return done
+
+    def _put(self, write: Write, fsync: bool) -> Future[None]:
         if self._failure is not None:
             raise JournalFailed(f"{self._path}: {self._failure}", path=str(self._path)) from self._failure
         if self._closed:
@@ -63,6 +72,7 @@ class JournalWriter:
         if not self._closed:
             self._closed = True
             self._queue.put(None)
+            self._hurry.set()
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise JournalFailed(f"{self._path}: still writing after {timeout_s} s", path=str(self._path))
@@ -84,6 +94,8 @@ class JournalWriter:
     def _fill(self, batch: list[tuple[Write, bool, Future[None]]]) -> bool:
         """Wait for writes and take all there are. False when the writer is to end and nothing is left."""
         item = self._queue.get()
+        self._hurry.wait(_GATHER_S)
+        self._hurry.clear()
         while item is not None:
             batch.append(item)
             if len(batch) >= _MAX_BATCH:

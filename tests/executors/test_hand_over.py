@@ -116,7 +116,8 @@ async def test_hung_abort_does_not_hold_the_retry_back(tmp_path: Path) -> None:
         server.faults.append(Hang(after=3))
         trajectory = await sample_one(world, 4, 8)
         assert_bit_for_bit(trajectory, 8)
-        assert anyio.current_time() == pytest.approx(3 + 30 + 1.0 + 5)  # tokens, idle limit, abort limit, the rest
+        idle = anyio.current_time() - (3 + 1.0 + 5)  # less the tokens, the limit of the abort, and the other tokens
+        assert 30 <= idle <= 33
 
 
 @virtual_time
