@@ -27,28 +27,16 @@ from miles.weight_sync import agent
 from miles.weight_sync.messages import Box
 from miles.weight_sync.options import WeightSyncOptions
 from miles.weight_sync.plan import whole
+from miles.weight_sync.ports import RankRunner
 from miles.weight_sync.service import WeightSyncService
 from tests.fakes.engine import FakeEngine
 from tests.fakes.launcher import FakeLauncher
+from tests.miles.weight_sync.tensors import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, MLP, SHAPES, VOCAB, LocalShard
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCAB = 16, 4, 2, 8, 24, 40
 TIMEOUT_S = 30.0
-
-SHAPES: dict[str, tuple[int, ...]] = {
-    "model.embed_tokens.weight": (VOCAB, HIDDEN),
-    "model.layers.0.self_attn.q_proj.weight": (HEADS * HEAD_DIM, HIDDEN),
-    "model.layers.0.self_attn.k_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
-    "model.layers.0.self_attn.v_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
-    "model.layers.0.self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD_DIM),
-    "model.layers.0.mlp.gate_proj.weight": (MLP, HIDDEN),
-    "model.layers.0.mlp.up_proj.weight": (MLP, HIDDEN),
-    "model.layers.0.mlp.down_proj.weight": (HIDDEN, MLP),
-    "model.norm.weight": (HIDDEN,),
-}
-
 
 class EngineModel(torch.nn.Module):
     """SGLang's fused names over SHAPES, tied embeddings. Starts with NaN, so that unwritten weights show."""
@@ -78,19 +66,11 @@ class EngineModel(torch.nn.Module):
         q, kv = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
         qkv = parameters.pop("model.layers.0.self_attn.qkv_proj.weight")
         gate_up = parameters.pop("model.layers.0.mlp.gate_up_proj.weight")
-        for part, rows in zip("qkv", qkv.split([q, kv, kv]), strict=True):
+        for part, rows in zip("qkv", torch.split(qkv, [q, kv, kv]), strict=True):
             parameters[f"model.layers.0.self_attn.{part}_proj.weight"] = rows
-        for part, rows in zip(("gate", "up"), gate_up.split([MLP, MLP]), strict=True):
+        for part, rows in zip(("gate", "up"), torch.split(gate_up, [MLP, MLP]), strict=True):
             parameters[f"model.layers.0.mlp.{part}_proj.weight"] = rows
         return parameters
-
-
-@dataclass(frozen=True)
-class LocalShard:
-    name: str
-    global_shape: tuple[int, ...]
-    box: Box
-    tensor: torch.Tensor
 
 
 @dataclass
@@ -208,10 +188,10 @@ async def rig(
     count: int = 1,
     world: int = 1,
     options: WeightSyncOptions | None = None,
-    make: Callable[[LaunchSpec, int], FakeEngine] = AgentEngine,
+    runner: RankRunner | None = None,
 ) -> AsyncIterator[Rig]:
-    """A controller over `count` engines, `world` trainer ranks, and the service between them."""
-    launcher = FakeLauncher(make=make)
+    """A controller over `count` engines, the service, and `world` trainer ranks here or what `runner` runs."""
+    launcher = FakeLauncher(make=AgentEngine)
     events: list[Event] = []
     controller = InferenceController(
         launcher,
@@ -220,7 +200,7 @@ async def rig(
     )
     controller.bus.add_sink(lambda _time, event: events.append(event))
     ranks = LocalRanks(world)
-    service = WeightSyncService(controller, ranks, options or WeightSyncOptions())
+    service = WeightSyncService(controller, runner or ranks, options or WeightSyncOptions())
     try:
         async with controller, service:
             yield Rig(controller, ranks, service, launcher, events)

@@ -10,7 +10,8 @@ import torch
 from miles.weight_sync.messages import Layout, make_layout
 from miles.weight_sync.parameters import UnboundTensor, bind
 from miles.weight_sync.plan import whole
-from tests.miles.weight_sync.harness import HIDDEN, SHAPES, VOCAB, EngineModel, same
+from tests.miles.weight_sync.harness import EngineModel, same
+from tests.miles.weight_sync.tensors import HIDDEN, SHAPES, VOCAB
 
 
 def layout(shapes: dict[str, tuple[int, ...]], dtype: str = "float32") -> Layout:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -12,10 +13,11 @@ from miles.weight_sync import digest
 from miles.weight_sync.arena import slot_views
 from miles.weight_sync.messages import Box, Layout, make_layout
 from miles.weight_sync.plan import PlanError, Region, full_layout, owners, plan_reads, subtract, tensors_of, whole
-from tests.miles.weight_sync.harness import SHAPES, cut_rows_or_columns
+from tests.miles.weight_sync.harness import cut_rows_or_columns
+from tests.miles.weight_sync.tensors import SHAPES
 
 
-def layouts_of(world: int, shapes: dict[str, tuple[int, ...]] = SHAPES) -> list[Layout]:
+def layouts_of(world: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> list[Layout]:
     layouts = []
     for rank in range(world):
         cut = {name: cut_rows_or_columns(name, shape, rank, world) for name, shape in shapes.items()}
@@ -23,13 +25,13 @@ def layouts_of(world: int, shapes: dict[str, tuple[int, ...]] = SHAPES) -> list[
     return layouts
 
 
-def layout_of(rank: int, boxes: dict[str, Box], shapes: dict[str, tuple[int, ...]]) -> Layout:
+def layout_of(rank: int, boxes: Mapping[str, Box], shapes: Mapping[str, tuple[int, ...]]) -> Layout:
     return make_layout(
         rank, 2, ((name, "float32", shapes[name], box, 4 * math.prod(n for _, n in box)) for name, box in boxes.items())
     )
 
 
-def weights(shapes: dict[str, tuple[int, ...]] = SHAPES) -> dict[str, torch.Tensor]:
+def weights(shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> dict[str, torch.Tensor]:
     start = itertools.count(1, 100_000)
     return {
         name: torch.arange(at, at + math.prod(shape), dtype=torch.float32).view(shape)
@@ -87,7 +89,10 @@ def test_the_ranks_parts_add_up_to_the_digest_of_the_whole(world: int) -> None:
             entry = layout.entries[index]
             shard = box_of(tensors[entry.name], entry.box)
             parts.append({entry.name: digest.partial_sum(entry.name, shard, entry.global_shape, entry.box)})
-    whole_sums = {name: digest.partial_sum(name, t, tuple(t.shape), whole(tuple(t.shape))) for name, t in tensors.items()}
+    whole_sums = {
+        name: digest.partial_sum(name, tensor, tuple(tensor.shape), whole(tuple(tensor.shape)))
+        for name, tensor in tensors.items()
+    }
     assert digest.combine(digest.add(parts), tensors_of(layouts)) == digest.combine(whole_sums, tensors_of(layouts))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -299,7 +300,7 @@ async def test_two_failed_pulls_send_the_engine_to_disk(tmp_path: Path, monkeypa
         await r.serving(await publish(r, 3))  # the next version is tried over rdt again
         assert same(r.engine().model, r.ranks.weights)
         assert r.service.statistics().fallbacks == 1
-        assert [path.name for path in (tmp_path / "weights").iterdir()] == []  # retired with its version
+        assert os.listdir(tmp_path / "weights") == []  # retired with its version
 
 
 async def test_without_a_folder_failed_pulls_fail_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
