@@ -31,6 +31,18 @@ class Bystanders:
         return process.pid
 
 
+    def start_and_hear(self, code: str, *, title: str = sys.executable) -> int:
+        """Start one that prints a line; return when it has."""
+        process = subprocess.Popen(
+            [title, "-I", "-S", "-c", code], executable=sys.executable, stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        self._stack.callback(process.communicate)
+        self._stack.callback(process.kill)
+        assert process.stdout.readline()
+        return process.pid
+
+
 @pytest.fixture
 def processes() -> Iterator[Bystanders]:
     with ExitStack() as stack:
@@ -91,17 +103,11 @@ def test_own_process_and_its_ancestors_are_spared() -> None:
 def test_only_ray_daemons_belong_by_their_open_files(processes: Bystanders, tmp_path: Path) -> None:
     """A person's `tail -f` of a log in the run's folder is not the run's."""
     code = f"file = open({str(tmp_path / 'raylet.log')!r}, 'w'); print(1, flush=True); {_WAIT}"
-    with subprocess.Popen([sys.executable, "-I", "-S", "-c", code], stdout=subprocess.PIPE) as reader:
-        assert reader.stdout is not None and reader.stdout.readline()
-        with subprocess.Popen(
-            ["ray::Agent", "-I", "-S", "-c", code], executable=sys.executable, stdout=subprocess.PIPE
-        ) as daemon:
-            assert daemon.stdout is not None and daemon.stdout.readline()
-            belongings = reaper.Belongings()
-            belongings.folders.add(str(tmp_path))
-            assert {process.pid for process in belongings.processes()} == {daemon.pid}
-            daemon.kill()
-        reader.kill()
+    reader, daemon = processes.start_and_hear(code), processes.start_and_hear(code, title="ray::Agent")
+    belongings = reaper.Belongings()
+    belongings.folders.add(str(tmp_path))
+    found = {process.pid for process in belongings.processes()}
+    assert daemon in found and reader not in found
 
 
 def test_segments_go_by_prefix_or_when_nobody_holds_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import contextlib
+import select
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -35,23 +38,32 @@ anyio.run(main)
 """
 
 
-def _start(*words: str, ignore_sigint: bool = False) -> subprocess.Popen[str]:
+@contextlib.contextmanager
+def _start(*words: str, ignore_sigint: bool = False) -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen(
         [sys.executable, "-c", _CHILD, *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
+        bufsize=0,
         preexec_fn=(lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)) if ignore_sigint else None,
     )
-    if ignore_sigint:
-        assert _line(process) == "was True"
-    assert _line(process) == "ready"
-    return process
+    try:
+        if ignore_sigint:
+            assert _line(process) == "was True"
+        assert _line(process) == "ready"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
 
 
-def _line(process: subprocess.Popen[str]) -> str:
+def _line(process: subprocess.Popen[bytes]) -> str:
+    """The next line it prints, within 20 s."""
     assert process.stdout is not None
-    return process.stdout.readline().strip()
+    # Unbuffered, so that what `select` sees is all there is.
+    readable, _, _ = select.select([process.stdout], [], [], 20)
+    assert readable, "it printed nothing"
+    return process.stdout.readline().decode().strip()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

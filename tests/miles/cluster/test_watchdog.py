@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,18 +41,32 @@ with Watchdog() as watchdog:
 """
 
 
-def _start_driver(how: str, folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
+@dataclass
+class Driver:
+    """A driver and what it started; `forked` is a child that holds a copy of the watchdog's pipe, or 0."""
+
+    process: subprocess.Popen[str]
+    watchdog: int
+    recorded: int
+    unrecorded: int
+    forked: int
+
+
+@contextlib.contextmanager
+def _driver(how: str, folder: Path) -> Iterator[Driver]:
     process = subprocess.Popen(
         [sys.executable, "-c", _DRIVER, how, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
-    return process, [int(word) for word in process.stdout.readline().split()]
-
-
-def _end(process: subprocess.Popen[str], *pids: int) -> None:
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-    process.communicate()
+    pids = [int(word) for word in process.stdout.readline().split()]
+    try:
+        yield Driver(process, *pids)
+    finally:
+        process.kill()
+        for pid in filter(None, pids):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.communicate()
 
 
 def test_a_killed_driver_is_cleaned_up_after_and_nothing_else_is_touched(tmp_path: Path) -> None:
@@ -57,34 +74,31 @@ def test_a_killed_driver_is_cleaned_up_after_and_nothing_else_is_touched(tmp_pat
     folder = tmp_path / "ray"
     folder.mkdir()
     (folder / "log").touch()
-    driver, (watchdog, recorded, unrecorded, _) = _start_driver("kill", folder)
-    os.kill(watchdog, signal.SIGINT)
-    os.kill(watchdog, signal.SIGTERM)
-    driver.kill()
-    assert wait_gone([recorded, watchdog], 15) == []
-    assert not folder.exists()
-    assert wait_gone([unrecorded], 0) == [unrecorded]
-    _end(driver, unrecorded)
+    with _driver("kill", folder) as driver:
+        os.kill(driver.watchdog, signal.SIGINT)
+        os.kill(driver.watchdog, signal.SIGTERM)
+        driver.process.kill()
+        assert wait_gone([driver.recorded, driver.watchdog], 15) == []
+        assert not folder.exists()
+        assert wait_gone([driver.unrecorded], 0) == [driver.unrecorded]
 
 
 def test_a_driver_that_leaves_in_order_finds_its_things_as_it_left_them(tmp_path: Path) -> None:
-    driver, (watchdog, recorded, unrecorded, _) = _start_driver("leave", tmp_path)
-    assert driver.stdin is not None
-    driver.stdin.write("\n")
-    driver.stdin.flush()
-    assert driver.wait(15) == 0
-    assert wait_gone([watchdog], 5) == []
-    assert wait_gone([recorded, unrecorded], 0) == [recorded, unrecorded]
-    assert tmp_path.exists()
-    _end(driver, recorded, unrecorded)
+    with _driver("leave", tmp_path) as driver:
+        assert driver.process.stdin is not None
+        driver.process.stdin.write("\n")
+        driver.process.stdin.flush()
+        assert driver.process.wait(15) == 0
+        assert wait_gone([driver.watchdog], 5) == []
+        assert wait_gone([driver.recorded], 0) == [driver.recorded]
+        assert tmp_path.exists()
 
 
 def test_a_forked_child_that_keeps_the_pipe_open_hides_nothing(tmp_path: Path) -> None:
     """Fails without the pidfd in `serve`: the pipe's end would not come."""
-    driver, (watchdog, recorded, unrecorded, forked) = _start_driver("fork", tmp_path)
-    driver.kill()
-    assert wait_gone([recorded, watchdog], 15) == []
-    _end(driver, unrecorded, forked)
+    with _driver("fork", tmp_path) as driver:
+        driver.process.kill()
+        assert wait_gone([driver.recorded, driver.watchdog], 15) == []
 
 
 def test_it_holds_no_descriptor_of_the_driver_but_its_pipe() -> None:
