@@ -145,3 +145,20 @@ def test_shards_are_live_views(model: Path) -> None:
 def test_an_empty_response_has_no_logprobs(model: Path) -> None:
     values = learner(model).logprobs([([1], [2, 3]), ([1], []), ([4], [5])])
     assert [len(value) for value in values] == [2, 0, 1]
+
+
+def test_reinforcement_raises_the_reward(model: Path) -> None:
+    """One-token answers, rewarded when below 10: the policy must move there, on-policy, in a few steps."""
+    trained = learner(model, lr=1e-2, lr_warmup_steps=1, lr_decay_steps=100)
+    generator = torch.Generator().manual_seed(0)
+    rewards = []
+    for step in range(1, 26):
+        groups = []
+        for start in range(4):
+            with torch.no_grad():
+                logits = trained.model(torch.tensor([[start]]), torch.tensor([[0]]), None)[0, 0]
+            logprobs = logits.log_softmax(-1)
+            drawn = torch.multinomial(logprobs.exp(), 16, replacement=True, generator=generator).tolist()
+            groups.append([trajectory([start], [t], float(t < 10), [float(logprobs[t])]) for t in drawn])
+        rewards.append(trained.step(batch_of(step, *groups)).metrics["reward"])
+    assert sum(rewards[-3:]) / 3 > 0.8 > 4 * rewards[0], [round(reward, 2) for reward in rewards[::3]]
