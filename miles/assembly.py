@@ -54,6 +54,7 @@ class Parts:
     trainer: Trainer
     data: DataSource
     tokenizer: Tokenizer
+    model: ModelInfo
 
 
 class VersionSteps:
@@ -107,7 +108,7 @@ async def assemble(config: RunConfig, recorder: RunRecorder) -> AsyncIterator[Pa
         version_steps.executor = executor
         recorder.watch(executor)
         await stack.enter_async_context(executor)
-        yield Parts(controller, executor, weight_sync, trainer, data, tokenizer)
+        yield Parts(controller, executor, weight_sync, trainer, data, tokenizer, model)
 
 
 def _open_data(config: RunConfig, tokenizer: Tokenizer) -> DataSource:
@@ -184,7 +185,7 @@ def _trainer_options(config: RunConfig, model_path: Path) -> TrainerOptions:
         temperature=config.rollout.temperature,
         threads=trainer.threads,
         advantage=algorithm.advantage,
-        advantage_options=algorithm.advantage_options.model_dump(),
+        advantage_options=algorithm.advantage_options,
         loss=algorithm.loss,
         clip=algorithm.clip,
         call_timeout_s=trainer.call_timeout_s,

@@ -144,9 +144,9 @@ class Run:
 
     async def begin(self) -> None:
         """The stages before the first step. `open_run` has called it."""
-        warmup, source = self.config.train.warmup, self._parts.data
+        warmup, source, longest = self.config.train.warmup, self._parts.data, self._parts.model.context_length
         for index in range(warmup.steps):
-            pairs = source.warmup_examples(warmup.examples_per_step, index)
+            pairs = source.warmup_examples(warmup.examples_per_step, index, max_tokens=longest)
             examples = [Example(prompt, completion) for prompt, completion in pairs]
             await self.trainer.warmup_step(examples, warmup.lr)
             if (index + 1) % 10 == 0 or index + 1 == warmup.steps:
