@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import select
 import signal
@@ -8,6 +9,8 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+
+from miles.cluster import signals
 
 pytestmark = pytest.mark.real
 
@@ -98,10 +101,19 @@ def test_a_second_sigint_ends_a_stop_that_hangs(stuck: str) -> None:
         assert process.returncode == 130
 
 
-def test_sigint_twice_at_once_is_one_press() -> None:
+@pytest.mark.parametrize(("same_press_s", "exits"), [(1000.0, []), (0.0, [130])])
+async def test_sigint_twice_at_once_is_one_press(
+    monkeypatch: pytest.MonkeyPatch, same_press_s: float, exits: list[int]
+) -> None:
     """Fails without SAME_PRESS_S: a wrapper that passes Ctrl-C on would turn every stop into a hard exit."""
-    with _start() as process:
-        process.send_signal(signal.SIGINT)
-        process.send_signal(signal.SIGINT)
-        assert _line(process) == "stopping SIGINT"
-        assert process.wait(10) == 0
+    exited: list[int] = []
+    monkeypatch.setattr("os._exit", exited.append)
+    monkeypatch.setattr(signals, "SAME_PRESS_S", same_press_s)
+    stops: list[signal.Signals] = []
+    async with signals.StopSignals(stops.append) as installed:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        await asyncio.sleep(0)
+        assert installed.received is signal.SIGINT
+    assert (stops, exited) == ([signal.SIGINT], exits)
+    assert signal.getsignal(signal.SIGINT) != installed._handle

@@ -118,8 +118,10 @@ from pathlib import Path
 from miles.engines.process import EngineProcess, ProcessSpec
 
 async def main():
-    argv = (sys.executable, "-I", "-S", "-c", {_WAIT!r})
+    argv = (sys.executable, "-I", "-S", "-c", "print('up', flush=True);" {_WAIT!r})
     process = await EngineProcess.start(ProcessSpec(argv, Path({str(tmp_path / "engine.log")!r})))
+    while process.tail() != "up":
+        await asyncio.sleep(0.01)
     print(process.pid, flush=True)
     await process.wait()
 
