@@ -19,8 +19,7 @@ import torch
 from miles.weight_sync.messages import Box
 
 _MASK = (1 << 64) - 1
-_WORDS_PER_CHUNK_CPU = 1 << 19  # 4 MiB of products: stays in the cache, and costs one memcpy in all
-_WORDS_PER_CHUNK_DEVICE = 1 << 26
+_WORDS_PER_CHUNK = 1 << 26
 _ROW_SALT = 0x9E3779B97F4A7C15
 _COLUMN_SALT = 0xD1B54A32D192ED03
 
@@ -81,12 +80,18 @@ def partial_sum(name: str, shard: torch.Tensor, global_shape: tuple[int, ...], b
     words = _words(shard, length * itemsize)
     columns = _weights(first // 8, words.shape[1], _COLUMN_SALT, words.device)
     rows = _row_weights(shape[:-1], box[:-1], words.device)
-    chunk = _WORDS_PER_CHUNK_CPU if words.device.type == "cpu" else _WORDS_PER_CHUNK_DEVICE
-    step = max(1, chunk // words.shape[1])
+    return _weighted_sum(words, rows, columns) & _MASK
+
+
+def _weighted_sum(words: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> int:
+    """`rows @ words @ columns` in wrapping int64. One pass over the words, about a memcpy."""
+    if words.device.type == "cpu":
+        return int(torch.dot(torch.mv(words, columns), rows))
+    step = max(1, _WORDS_PER_CHUNK // words.shape[1])  # devices have no integer matrix product
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for at in range(0, words.shape[0], step):
         total += ((words[at : at + step] * columns).sum(1) * rows[at : at + step]).sum()
-    return int(total) & _MASK
+    return int(total)
 
 
 def _row_weights(leading: tuple[int, ...], box: Box, device: torch.device) -> torch.Tensor:

@@ -27,6 +27,7 @@ from miles.weight_sync.transports.base import PullError, TornRead
 
 _SPIN_S = 0.001
 _POLL_S = 0.0002
+_NUDGE_EVERY_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,12 +176,15 @@ class PullClient:
                     agent.get_xfer_descs(local, local_memory),
                     agent.get_xfer_descs(remote, remote_memory),
                     peer,
-                    b"r",
                 )
                 state = agent.transfer(handle)
-                posted = time.monotonic()
+                posted = nudge_at = time.monotonic()
                 while state == "PROC":
                     now = time.monotonic()
+                    if now >= nudge_at:
+                        # Where the network needs the source's help (TCP, a new connection): its pump speeds up.
+                        agent.send_notif(peer, b"reading")
+                        nudge_at = now + _NUDGE_EVERY_S
                     if now > deadline:
                         raise LinkError(f"a READ from {endpoint.agent} has not ended by its deadline")
                     renew()

@@ -36,6 +36,7 @@ class FakeNixlAgent:
     raises: deque[Exception] = field(default_factory=deque)
     registered: list[int] = field(default_factory=list)
     released: int = 0
+    nudges: int = 0
     peers: list[str] = field(default_factory=list)
 
     def register_memory(self, tensors: list[Any]) -> int:
@@ -55,7 +56,7 @@ class FakeNixlAgent:
     def get_xfer_descs(self, rows: Rows, memory: str) -> Rows:
         return rows
 
-    def initialize_xfer(self, operation: str, local: Rows, remote: Rows, peer: str, message: bytes) -> FakeRead:
+    def initialize_xfer(self, operation: str, local: Rows, remote: Rows, peer: str) -> FakeRead:
         return FakeRead(local, remote, deque(self.states.popleft() if self.states else ["DONE"]))
 
     def transfer(self, read: FakeRead) -> str:
@@ -68,6 +69,9 @@ class FakeNixlAgent:
         if state == "DONE":
             read.land()
         return state
+
+    def send_notif(self, peer: str, message: bytes) -> None:
+        self.nudges += 1
 
     def release_xfer_handle(self, read: FakeRead) -> None:
         self.released += 1

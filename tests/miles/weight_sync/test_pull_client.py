@@ -64,6 +64,7 @@ def test_a_read_lands_in_staging_and_renews_while_it_waits() -> None:
     b.read()
     assert b.whole()
     assert b.renewed == 3
+    assert b.agents[0].nudges == 1
     header = b.client.read_header(b.endpoint, b.client.deadline(5.0))
     assert (header.incarnation, header.slot(0)) == (b.arena.incarnation, (1, 1, b.arena.layout.crc))
 
