@@ -117,6 +117,7 @@ class RayCluster:
         # Only what Ray starts inherits the marker, never another child of a person's own program.
         with _environment({**_RAY_ENVIRONMENT, self._marker: "1"}):
             ray.init(
+                address="local",  # None would attach to whatever RAY_ADDRESS names
                 num_cpus=options.num_cpus or os.cpu_count(),
                 num_gpus=options.num_gpus,
                 object_store_memory=options.object_store_bytes,
