@@ -34,7 +34,7 @@ class Qwen3Shape:
     head_dim: int
     intermediate: int
     context_length: int
-    init_std: float = 0.02
+    init_std: float = 0.05
 
     def config(self) -> dict[str, Any]:
         """The content of `config.json`."""
@@ -100,7 +100,7 @@ class Qwen3Shape:
 
 _SHAPES: dict[str, Qwen3Shape] = {
     "tiny-qwen3": Qwen3Shape(
-        hidden=128, layers=2, heads=4, kv_heads=2, head_dim=32, intermediate=256, context_length=512
+        hidden=128, layers=3, heads=4, kv_heads=2, head_dim=32, intermediate=256, context_length=512
     ),
 }
 
