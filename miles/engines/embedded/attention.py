@@ -36,7 +36,8 @@ class StepAttention:
             self._keys, self._values = seen[:, 0].transpose(2, 3).unbind(0), seen[:, 1].unbind(0)
         else:
             self._mask = mask
-            self._keys, self._values = data[:, :, : self._rows, :, :length].unbind(1)
+            seen = data[:, :, : self._rows, :, :length]
+            self._keys, self._values = seen[:, 0].unbind(0), seen[:, 1].unbind(0)
 
     def __call__(self, layer: int, qkv: Tensor) -> Tensor:
         """Store the new keys and values and attend.

@@ -64,7 +64,11 @@ class Mlp(nn.Module):
 
 
 class Layer(nn.Module):
-    """One transformer block. Keeps its Parameter objects at hand: a module's attribute lookup costs a microsecond."""
+    """One transformer block.
+
+    Keeps its Parameter objects at hand (a module's attribute lookup costs a microsecond), in tuples, so that they are
+    not registered under a second name.
+    """
 
     def __init__(self, index: int, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
@@ -77,14 +81,14 @@ class Layer(nn.Module):
         self._norms = (self.input_layernorm.weight, self.post_attention_layernorm.weight)
         self._head_norms = (attn.q_norm.weight, attn.k_norm.weight) if config.qk_norm else None
         self._matrices = (attn.qkv_proj.weight, attn.o_proj.weight, mlp.gate_up_proj.weight, mlp.down_proj.weight)
-        self._qkv_bias = attn.qkv_proj.bias
+        self._biases = (attn.qkv_proj.bias,)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: StepAttention) -> Tensor:
         """x [n, hidden], cos and sin [n, 1, head_dim] -> [n, hidden], for the n new tokens of a step."""
         config, eps = self._config, self._config.rms_norm_eps
         qkv_weight, o_weight, gate_up_weight, down_weight = self._matrices
         kv_heads, head_dim = config.num_key_value_heads, config.head_dim
-        qkv = F.linear(rms_norm(x, self._norms[0], eps), qkv_weight, self._qkv_bias)
+        qkv = F.linear(rms_norm(x, self._norms[0], eps), qkv_weight, self._biases[0])
         qkv = qkv.view(x.shape[0], -1, head_dim)
         rotated = qkv[:, :-kv_heads]
         normed = rotated

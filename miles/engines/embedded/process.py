@@ -34,12 +34,12 @@ def main(argv: Sequence[str]) -> int:
     options = parse_options(argv)
     try:
         # First of all: a taken port shows at once, not after torch is imported and the model read.
-        listener = bind(options.host, options.port)
-        scheduler, server = build(options)
+        with bind(options.host, options.port) as listener:
+            scheduler, server = build(options)
+            asyncio.run(serve(scheduler, server, listener))
     except MilesError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
-    asyncio.run(serve(scheduler, server, listener))
     return 0
 
 

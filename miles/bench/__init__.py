@@ -1,0 +1,1 @@
+"""Measurements that a person can repeat with one command each."""
