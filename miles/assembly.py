@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from controllers.events import Event, VersionPublished
+from controllers.events import EngineStateChanged, Event, VersionPublished
 from controllers.inference_controller import FleetOptions, HealthOptions, InferenceController
 from controllers.weight_versions import VersionLedger
 from executors.journal import Journal
@@ -57,23 +57,37 @@ class Parts:
     model: ModelInfo
 
 
-class VersionSteps:
-    """Which optimizer step the weights of each published version are from. A sink of the controller's event bus."""
+class ServedSteps:
+    """Which optimizer step the weights of a version are from, and when a step's weights are in service.
 
-    def __init__(self) -> None:
+    A sink of the controller's event bus. The executor hears of a step once no available engine serves older weights:
+    were it told at the publication, the groups it admits then would land on engines about to be updated, and would be
+    too old by the time they are trained.
+    """
+
+    def __init__(self, controller: InferenceController) -> None:
+        self._controller = controller
         self._steps: dict[int, int] = {}
+        self._told = -1
         self.executor: RolloutExecutor | None = None
-        """Told of every publication, once it is there."""
+        """Told of steps in service, once it is there."""
 
     def __call__(self, version: int) -> int:
         return self._steps[version]
 
     def on_event(self, now: float, event: Event) -> None:
-        """Take over a publication."""
+        """Take over a publication, or a change in what engines serve."""
         if isinstance(event, VersionPublished):
             self._steps[event.version.number] = event.version.step
-            if self.executor is not None:
-                self.executor.on_published(event.version.step)
+        elif isinstance(event, EngineStateChanged) and self.executor is not None:
+            served = [
+                self._steps[engine.version]
+                for engine in self._controller.snapshot()
+                if engine.state in ("Serving", "Updating") and engine.version is not None
+            ]
+            if served and min(served) > self._told:
+                self._told = min(served)
+                self.executor.on_published(self._told)
 
 
 @asynccontextmanager
@@ -92,9 +106,9 @@ async def assemble(config: RunConfig, recorder: RunRecorder) -> AsyncIterator[Pa
         client = await stack.enter_async_context(SGLangClient())
         launcher = RayEngineLauncher(_launcher_options(config, model_path, recorder.path), client)
         controller = InferenceController(launcher, VersionLedger(journal), _fleet_options(config))
-        version_steps = VersionSteps()
+        served_steps = ServedSteps(controller)
         controller.bus.add_sink(recorder.on_event)
-        controller.bus.add_sink(version_steps.on_event)
+        controller.bus.add_sink(served_steps.on_event)
         recorder.stage(f"starting {config.engines.count} engines and the trainer")
         await stack.enter_async_context(controller)
         trainer = await stack.enter_async_context(MegatronTrainer(_trainer_options(config, model_path)))
@@ -103,9 +117,9 @@ async def assemble(config: RunConfig, recorder: RunRecorder) -> AsyncIterator[Pa
         scorer_options = ScorerOptions(timeout_s=config.reward_timeout_s)
         scorer = await stack.enter_async_context(Scorer(reward, tokenizer, scorer_options))
         executor = RolloutExecutor(
-            controller, client, scorer, journal, _rollout_options(config, model, tokenizer), version_steps
+            controller, client, scorer, journal, _rollout_options(config, model, tokenizer), served_steps
         )
-        version_steps.executor = executor
+        served_steps.executor = executor
         recorder.watch(executor)
         await stack.enter_async_context(executor)
         yield Parts(controller, executor, weight_sync, trainer, data, tokenizer, model)

@@ -38,6 +38,8 @@ SHUTDOWN_DEADLINE_S = 10.0
 
 _RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray starts workers at nice 15: beside the driver on the same cores the trainer would starve.
+    "RAY_worker_niceness": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
 }
