@@ -170,7 +170,7 @@ class Run:
 async def open_run(
     config: RunConfig | str | Path, overrides: Mapping[str, Any] | Sequence[str] = ()
 ) -> AsyncIterator[Run]:
-    """Open a run from a config, or the path of a YAML file. `overrides` are `{"train.steps": 50}` or `["train.steps=50"]`.
+    """Open a run from a config, or from a YAML file with `overrides`: `{"train.steps": 50}` or `["train.steps=50"]`.
 
     Raises ConfigError for a bad configuration or a run folder that is in use, before anything is started.
     """

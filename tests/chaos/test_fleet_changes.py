@@ -55,6 +55,7 @@ async def test_killed_engine_comes_back_at_the_newest_version(tmp_path: Path, tr
             stats = await run.trainer.step(batch)
             version = await run.publish_weights()
             if stats.step == 2:
+                assert victim.pid is not None
                 os.kill(victim.pid, signal.SIGKILL)
         await run.inference.wait_serving(version=version.number, timeout_s=120)
         replaced = run.inference.snapshot()[0]
