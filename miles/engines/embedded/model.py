@@ -27,8 +27,10 @@ _FUSED = {
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last axis, computed in float32."""
     wide = x.float()
-    normed = wide * wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-    return normed.to(x.dtype).mul_(weight)
+    # vecdot takes half the time of square and mean on a batch this small.
+    scale = torch.linalg.vecdot(wide, wide).mul_(1 / x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
+    normed: Tensor = (wide * scale).to(x.dtype).mul_(weight)
+    return normed
 
 
 class Weight(nn.Module):

@@ -118,8 +118,8 @@ def test_load_weights_takes_hugging_face_names(model_folder: Path) -> None:
     target.load_weights([*weights.items(), ("lm_head.weight", torch.zeros(1))])
     for (name, ours), (_, theirs) in zip(target.named_parameters(), source.named_parameters(), strict=True):
         assert torch.equal(ours, theirs), name
-    with pytest.raises(KeyError, match=r"layers\.7"):
-        target.load_weights([("model.layers.7.mlp.up_proj.weight", torch.zeros(1))])
+    with pytest.raises(KeyError, match=r"layers\.77"):
+        target.load_weights([("model.layers.77.mlp.up_proj.weight", torch.zeros(1))])
     with pytest.raises(ValueError, match=r"k_proj.weight has shape \[1\]"):
         target.load_weights([("model.layers.0.self_attn.k_proj.weight", torch.zeros(1))])
 

@@ -179,7 +179,7 @@ async def test_from_disk_refuses_what_does_not_fit(engine: EngineProcess, tmp_pa
         case "missing":
             del tensors["model.layers.1.self_attn.v_proj.weight"]
         case "unknown":
-            tensors["model.layers.2.mlp.down_proj.weight"] = torch.zeros(128, 256)
+            tensors["model.layers.99.mlp.down_proj.weight"] = torch.zeros(128, 256)
     save_file(tensors, file)
     if fault == "no folder":
         folder = tmp_path / "nothing"
