@@ -100,7 +100,7 @@ class Qwen3Shape:
 
 _SHAPES: dict[str, Qwen3Shape] = {
     "tiny-qwen3": Qwen3Shape(
-        hidden=128, layers=3, heads=4, kv_heads=2, head_dim=32, intermediate=256, context_length=512
+        hidden=128, layers=2, heads=4, kv_heads=2, head_dim=32, intermediate=256, context_length=512
     ),
 }
 

@@ -26,7 +26,7 @@ def test_a_preset_has_under_a_million_parameters(name: str, tmp_path: Path) -> N
 
 
 def test_tiny_qwen3_is_the_size_it_is_documented_with(tmp_path: Path) -> None:
-    assert inspect_model_folder(write_preset("tiny-qwen3", tmp_path)).parameters == 476_736
+    assert inspect_model_folder(write_preset("tiny-qwen3", tmp_path)).parameters == 328_960
 
 
 def test_the_same_seed_writes_the_same_bytes_and_another_does_not(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_transformers_loads_it_whole(tmp_path: Path) -> None:
     assert not any(info.values())
     assert type(model).__name__ == "Qwen3ForCausalLM"
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    assert model.num_parameters() == 476_736
+    assert model.num_parameters() == 328_960
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert model.generation_config.eos_token_id == 257
 
