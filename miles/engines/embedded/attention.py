@@ -27,8 +27,7 @@ class StepAttention:
         self._scale = head_dim**-0.5
         self._slots = cache.slots(positions)
         self._stores = data.view(layers, -1, head_dim).unbind(0)
-        hidden = torch.arange(length) > positions.unsqueeze(2)
-        mask = torch.zeros(hidden.shape, dtype=data.dtype).masked_fill_(hidden, float("-inf")).unsqueeze(1)
+        mask = cache.mask(positions, length)
         if self._tokens == 1:
             # One query a row: the query heads of a KV head are the rows of one small matrix product.
             self._mask = mask.expand(-1, heads, -1, -1).reshape(-1, 1, length)
@@ -46,13 +45,13 @@ class StepAttention:
         Returns [rows * tokens, q_heads * head_dim].
         """
         q_heads = qkv.shape[1] - 2 * self._heads
-        self._stores[layer].index_copy_(0, self._slots, qkv[:, q_heads:].reshape(-1, self._head_dim))
+        new = qkv.narrow(1, q_heads, 2 * self._heads)
+        self._stores[layer].index_copy_(0, self._slots, new.reshape(-1, self._head_dim))
         keys, values = self._keys[layer], self._values[layer]
         if self._tokens == 1:
-            query = qkv[:, :q_heads].reshape(self._rows * self._heads, -1, self._head_dim)
+            query = qkv.narrow(1, 0, q_heads).reshape(self._rows * self._heads, -1, self._head_dim)
             scores = torch.baddbmm(self._mask, query, keys, alpha=self._scale)
-            weights = torch.softmax(scores, -1, dtype=torch.float32).to(scores.dtype)
-            return torch.bmm(weights, values).view(self._rows, -1)
+            return torch.bmm(torch.softmax(scores, -1), values).view(self._rows, -1)
         query = qkv.view(self._rows, self._tokens, -1, self._head_dim)[:, :, :q_heads].transpose(1, 2)
         out = F.scaled_dot_product_attention(
             query, keys, values, attn_mask=self._mask, scale=self._scale, enable_gqa=True

@@ -23,6 +23,8 @@ class KvRows:
         shape = (config.num_hidden_layers, 2, rows, config.num_key_value_heads, capacity, config.head_dim)
         self.data = torch.zeros(shape, dtype=dtype)
         self._first_slots = self._number_slots()
+        self._numbers = torch.arange(capacity)
+        self._hidden, self._seen = torch.tensor(float("-inf"), dtype=dtype), torch.tensor(0.0, dtype=dtype)
 
     @property
     def rows(self) -> int:
@@ -43,6 +45,7 @@ class KvRows:
         data[..., :old, :] = self.data
         self.data = data
         self._first_slots = self._number_slots()
+        self._numbers = torch.arange(self.capacity)
 
     def slots(self, positions: Tensor) -> Tensor:
         """Where the keys and values of new tokens go in a layer's `data` seen as [-1, head_dim].
@@ -71,6 +74,14 @@ class KvRows:
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of one row to another."""
         self.data[:, :, target, :, :length] = self.data[:, :, source, :, :length]
+
+    def mask(self, positions: Tensor, length: int) -> Tensor:
+        """What queries at `positions` [rows, tokens] may see of positions 0..length: 0 or -inf.
+
+        [rows, 1, tokens, length], to be added to scores.
+        """
+        hidden = self._numbers[:length] > positions.unsqueeze(2)
+        return torch.where(hidden, self._hidden, self._seen).unsqueeze(1)
 
     def _number_slots(self) -> Tensor:
         """Position 0 of every row, as [rows, 1, 2 * kv_heads]."""

@@ -24,13 +24,21 @@ _FUSED = {
 }
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last axis, computed in float32."""
-    wide = x.float()
-    # vecdot takes half the time of square and mean on a batch this small.
-    scale = torch.linalg.vecdot(wide, wide).mul_(1 / x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
-    normed: Tensor = (wide * scale).to(x.dtype).mul_(weight)
-    return normed
+class RmsNorm:
+    """Root-mean-square norm over an axis of `size`, computed in float32.
+
+    Its numbers are tensors: on a batch this small, an operation with a Python number takes three times as long.
+    """
+
+    def __init__(self, size: int, eps: float) -> None:
+        self._inverse = torch.tensor(1 / size)
+        self._eps = torch.tensor(eps)
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
+        wide = x.float()
+        mean = torch.addcmul(self._eps, torch.linalg.vecdot(wide, wide), self._inverse)
+        normed = (wide * mean.rsqrt_().unsqueeze(-1)).to(x.dtype)
+        return normed.mul_(weight)
 
 
 class Weight(nn.Module):
@@ -79,30 +87,32 @@ class Layer(nn.Module):
         self.input_layernorm = Weight(config.hidden_size, dtype=dtype)
         self.post_attention_layernorm = Weight(config.hidden_size, dtype=dtype)
         self._index, self._config = index, config
+        self._norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+        self._head_norm = RmsNorm(config.head_dim, config.rms_norm_eps)
         attn, mlp = self.self_attn, self.mlp
-        self._norms = (self.input_layernorm.weight, self.post_attention_layernorm.weight)
-        self._head_norms = (attn.q_norm.weight, attn.k_norm.weight) if config.qk_norm else None
+        self._norm_weights = (self.input_layernorm.weight, self.post_attention_layernorm.weight)
+        self._head_norm_weights = (attn.q_norm.weight, attn.k_norm.weight) if config.qk_norm else None
         self._matrices = (attn.qkv_proj.weight, attn.o_proj.weight, mlp.gate_up_proj.weight, mlp.down_proj.weight)
         self._biases = (attn.qkv_proj.bias,)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: StepAttention) -> Tensor:
         """x [n, hidden], cos and sin [n, 1, head_dim] -> [n, hidden], for the n new tokens of a step."""
-        config, eps = self._config, self._config.rms_norm_eps
+        config, norm = self._config, self._norm
         qkv_weight, o_weight, gate_up_weight, down_weight = self._matrices
         kv_heads, head_dim = config.num_key_value_heads, config.head_dim
-        qkv = F.linear(rms_norm(x, self._norms[0], eps), qkv_weight, self._biases[0])
+        qkv = F.linear(norm(x, self._norm_weights[0]), qkv_weight, self._biases[0])
         qkv = qkv.view(x.shape[0], -1, head_dim)
-        rotated = qkv[:, :-kv_heads]
+        rotated = qkv.narrow(1, 0, config.num_attention_heads + kv_heads)
         normed = rotated
-        if self._head_norms is not None:
-            q_weight, k_weight = self._head_norms
+        if self._head_norm_weights is not None:
+            q_weight, k_weight = self._head_norm_weights
             q_heads = config.num_attention_heads
             both = torch.cat((q_weight.expand(q_heads, -1), k_weight.expand(kv_heads, -1)))
-            normed = rms_norm(rotated, both, eps)
+            normed = self._head_norm(rotated, both)
         # sin is negative in its first half, so rolling by half a head is the rotation.
         torch.addcmul(normed * cos, normed.roll(head_dim // 2, -1), sin, out=rotated)
         x = x + F.linear(attention(self._index, qkv), o_weight)
-        gate, up = F.linear(rms_norm(x, self._norms[1], eps), gate_up_weight).chunk(2, -1)
+        gate, up = F.linear(norm(x, self._norm_weights[1]), gate_up_weight).chunk(2, -1)
         return F.linear(F.silu(gate).mul_(up), down_weight).add_(x)
 
 
@@ -131,9 +141,15 @@ class Decoder(nn.Module):
         self._layers: list[Layer] = [layer for layer in self.model.layers if isinstance(layer, Layer)]
         inverse = config.rope_theta ** (-torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim)
         angles = torch.outer(torch.arange(context_length, dtype=torch.float32), inverse)
-        # Plain attributes, not buffers: they belong to positions, not to the weights.
-        self._cos = torch.cat((angles.cos(), angles.cos()), -1).to(dtype)
-        self._sin = torch.cat((-angles.sin(), angles.sin()), -1).to(dtype)
+        cos, sin = angles.cos(), angles.sin()
+        # [positions, 2 (cos, sin), head_dim]. No buffer: it belongs to positions, not to the weights.
+        self._rotations = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1).to(dtype)
+        self._norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+
+    @property
+    def context_length(self) -> int:
+        """Positions there are rotations for."""
+        return self._rotations.shape[0]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -142,19 +158,18 @@ class Decoder(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor, attention: StepAttention) -> Tensor:
         """Token ids and positions [rows, tokens] -> last hidden states [rows * tokens, hidden], before the norm.
 
-        Stores the tokens' keys and values in the cache behind `attention`. Positions beyond the context (padding
-        only) are clipped.
+        Stores the tokens' keys and values in the cache behind `attention`.
         """
-        at = positions.flatten().clamp(max=self._cos.shape[0] - 1)
-        cos, sin = self._cos[at].unsqueeze(1), self._sin[at].unsqueeze(1)
-        x = F.embedding(tokens.flatten(), self.model.embed_tokens.weight)
+        rotations = self._rotations.index_select(0, positions.flatten())
+        cos, sin = rotations.narrow(1, 0, 1), rotations.narrow(1, 1, 1)
+        x = self.model.embed_tokens.weight.index_select(0, tokens.flatten())
         for layer in self._layers:
             x = layer(x, cos, sin, attention)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Last hidden states [n, hidden] -> float32 logits [n, vocabulary]."""
-        normed = rms_norm(hidden, self.model.norm.weight, self.config.rms_norm_eps)
+        normed = self._norm(hidden, self.model.norm.weight)
         return F.linear(normed, self.lm_head.weight).float()
 
     def destination(self, name: str) -> Tensor | None:

@@ -58,7 +58,7 @@ def parse_options(argv: Sequence[str]) -> EngineOptions:
     add("--context-length", type=_positive, default=None)
     add("--chunked-prefill-size", type=_positive, default=2048)
     add("--prefix-cache-tokens", type=_not_negative, default=65536)
-    add("--stream-delay-ms", type=_milliseconds, default=5.0)
+    add("--stream-delay-ms", type=_milliseconds, default=20.0)
     add("--random-seed", type=int, default=0)
     add("--threads", type=_positive, default=1, help="torch threads")
     given = parser.parse_args(argv)

@@ -69,8 +69,10 @@ class Prefill:
             _padded(request.tokens[start : min(start + count, length)], count)
             for request, start, length in zip(self.requests, starts, self._lengths, strict=True)
         ]
-        positions = torch.tensor(starts).unsqueeze(1) + torch.arange(count)
-        attention = StepAttention(self._cache, positions, max(starts) + count)
+        # Padding may reach beyond the context; it goes where no prompt has a token.
+        last = self._model.context_length - 1
+        positions = (torch.tensor(starts).unsqueeze(1) + torch.arange(count)).clamp_(max=last)
+        attention = StepAttention(self._cache, positions, min(max(starts) + count, last + 1))
         self._model(torch.tensor(tokens), positions, attention)
         self._done += count
         return self._done == self._missing

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import os
 import signal
 import socket
@@ -36,6 +37,9 @@ def main(argv: Sequence[str]) -> int:
         # First of all: a taken port shows at once, not after torch is imported and the model read.
         with bind(options.host, options.port) as listener:
             scheduler, server = build(options)
+            # Torch's hundreds of thousands of objects stay: collections must not walk through them again and again.
+            gc.collect()
+            gc.freeze()
             asyncio.run(serve(scheduler, server, listener))
     except MilesError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)

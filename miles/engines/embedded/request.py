@@ -8,7 +8,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from miles.engines.embedded.sampler import Sampling
 
@@ -59,8 +59,7 @@ class Span:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
+class Update(NamedTuple):
     """What one step gave one request. `finish` and `spans` come with the last one."""
 
     output: Output

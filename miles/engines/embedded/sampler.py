@@ -6,6 +6,7 @@ The reported log-probability is log_softmax(logits / temperature)[token], before
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -64,7 +65,7 @@ class Sampler:
             if batch.any_greedy:
                 tokens = torch.where(batch.greedy, logits.argmax(-1), tokens)
         picked = logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
-        if not bool(picked.isfinite().all()):
+        if not math.isfinite(picked.sum().item()):
             raise FloatingPointError("the model's logits are not finite")
         return tokens, picked
 

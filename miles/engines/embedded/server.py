@@ -187,6 +187,7 @@ class EngineServer:
                 "running": scheduler.running,
                 "queued": scheduler.queued,
                 "tokens_generated": scheduler.tokens_generated,
+                "steps": scheduler.steps,
                 "max_running_requests": options.max_running_requests,
                 "max_total_num_tokens": self._limits.max_total_tokens,
                 "context_length": self._limits.context_length,

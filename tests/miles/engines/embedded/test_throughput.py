@@ -14,7 +14,7 @@ pytestmark = pytest.mark.real
 async def test_the_engine_stays_fast(model_folder: Path) -> None:
     """Tokens per second of the engine's own CPU time, so that a busy machine does not fail it.
 
-    An idle core gives about five times the floor; a return to transformers' own generation would give a tenth of it.
+    An idle core gives about four times the floor; a return to transformers' own generation would give a tenth of it.
     """
     with running_engine(model_folder, core=None) as (url, pid):
         await measure(url, pid, Load(requests=32, tokens=5, concurrency=32))
