@@ -97,7 +97,7 @@ class GroupRunner:
         with group.scope:
             async with anyio.create_task_group() as tasks:
                 for sample in range(size):
-                    tasks.start_soon(one, sample)
+                    tasks.start_soon(one, sample, name=group.group_id)
         if group.end is not None:
             return group.end
         return self._judge(group, [sample for sample in samples if sample is not None])

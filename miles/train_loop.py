@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 
 import anyio
@@ -46,6 +47,8 @@ def run_training(config: RunConfig) -> int:
 async def _train_until_stopped(config: RunConfig) -> int:
     with anyio.CancelScope() as scope:
         async with StopSignals(lambda received: scope.cancel()) as signals, open_run(config) as run:
+            # What start-up made lives to the end: scanned again at every full collection, it would hold up the loop.
+            gc.freeze()
             await train(run)
     return EXIT_DONE if signals.received is None else EXIT_INTERRUPTED
 
