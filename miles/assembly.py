@@ -13,6 +13,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from controllers.engine_state import Serving, Updating
+from controllers.errors import VersionRegression
 from controllers.events import EngineStateChanged, Event, VersionPublished
 from controllers.inference_controller import FleetOptions, HealthOptions, InferenceController
 from controllers.weight_versions import VersionLedger
@@ -24,7 +26,7 @@ from miles.cluster.watchdog import Watchdog
 from miles.config import RunConfig
 from miles.data.registry import open_source
 from miles.data.source import DataSource
-from miles.engines.launcher import LauncherOptions, RayEngineLauncher
+from miles.engines.launcher import ANSWER_MARGIN_S, HOST_START_TIMEOUT_S, LauncherOptions, RayEngineLauncher
 from miles.engines.sglang_client import SGLangClient
 from miles.models.folder import ModelInfo, inspect_model_folder
 from miles.models.presets import write_preset
@@ -42,6 +44,7 @@ WEIGHT_LOADER = "miles.weight_sync.agent.load"
 JOURNAL_FILE = "journal.sqlite"
 LOG_FOLDER = "logs"
 MODEL_FOLDER = "model"
+AVAILABLE_STATES = (Serving.__name__, Updating.__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,37 +60,51 @@ class Parts:
     model: ModelInfo
 
 
-class ServedSteps:
-    """Which optimizer step the weights of a version are from, and when a step's weights are in service.
+class VersionSteps:
+    """Which optimizer step the weights of each published version are from. A sink of the controller's event bus."""
 
-    A sink of the controller's event bus. The executor hears of a step once no available engine serves older weights:
-    were it told at the publication, the groups it admits then would land on engines about to be updated, and would be
-    too old by the time they are trained.
-    """
-
-    def __init__(self, controller: InferenceController) -> None:
-        self._controller = controller
+    def __init__(self) -> None:
         self._steps: dict[int, int] = {}
-        self._told = -1
-        self.executor: RolloutExecutor | None = None
-        """Told of steps in service, once it is there."""
 
     def __call__(self, version: int) -> int:
+        """Raises VersionRegression for a version that was never published: no token may be newer than that."""
+        if version not in self._steps:
+            raise VersionRegression(f"tokens of version {version}, which was never published", number=version)
         return self._steps[version]
 
     def on_event(self, now: float, event: Event) -> None:
-        """Take over a publication, or a change in what engines serve."""
+        """Take over a publication."""
         if isinstance(event, VersionPublished):
             self._steps[event.version.number] = event.version.step
-        elif isinstance(event, EngineStateChanged) and self.executor is not None:
-            served = [
-                self._steps[engine.version]
-                for engine in self._controller.snapshot()
-                if engine.state in ("Serving", "Updating") and engine.version is not None
-            ]
-            if served and min(served) > self._told:
-                self._told = min(served)
-                self.executor.on_published(self._told)
+
+
+class ServedSteps:
+    """Tells the executor when the weights of a step are in service. A sink of the controller's event bus.
+
+    That is once no available engine serves older ones: were groups admitted at the publication, some would land on
+    engines about to be updated, and would be too old by the time they are trained. An engine that lags is waited for
+    no longer than until the next publication.
+    """
+
+    def __init__(self, controller: InferenceController, version_steps: VersionSteps, executor: RolloutExecutor) -> None:
+        self._controller = controller
+        self._version_steps = version_steps
+        self._executor = executor
+        self._told = -1
+
+    def on_event(self, now: float, event: Event) -> None:
+        """Take over a change in what engines serve, or a publication."""
+        if not isinstance(event, EngineStateChanged | VersionPublished):
+            return
+        served = [
+            self._version_steps(engine.version)
+            for engine in self._controller.snapshot()
+            if engine.state in AVAILABLE_STATES and engine.version is not None
+        ]
+        step = -1 if not served else max(served) if isinstance(event, VersionPublished) else min(served)
+        if step > self._told:
+            self._told = step
+            self._executor.on_published(step)
 
 
 @asynccontextmanager
@@ -106,9 +123,9 @@ async def assemble(config: RunConfig, recorder: RunRecorder) -> AsyncIterator[Pa
         client = await stack.enter_async_context(SGLangClient())
         launcher = RayEngineLauncher(_launcher_options(config, model_path, recorder.path), client)
         controller = InferenceController(launcher, VersionLedger(journal), _fleet_options(config))
-        served_steps = ServedSteps(controller)
+        version_steps = VersionSteps()
         controller.bus.add_sink(recorder.on_event)
-        controller.bus.add_sink(served_steps.on_event)
+        controller.bus.add_sink(version_steps.on_event)
         recorder.stage(f"starting {config.engines.count} engines and the trainer")
         await stack.enter_async_context(controller)
         trainer = await stack.enter_async_context(MegatronTrainer(_trainer_options(config, model_path)))
@@ -117,9 +134,9 @@ async def assemble(config: RunConfig, recorder: RunRecorder) -> AsyncIterator[Pa
         scorer_options = ScorerOptions(timeout_s=config.reward_timeout_s)
         scorer = await stack.enter_async_context(Scorer(reward, tokenizer, scorer_options))
         executor = RolloutExecutor(
-            controller, client, scorer, journal, _rollout_options(config, model, tokenizer), served_steps
+            controller, client, scorer, journal, _rollout_options(config, model, tokenizer), version_steps
         )
-        served_steps.executor = executor
+        controller.bus.add_sink(ServedSteps(controller, version_steps, executor).on_event)
         recorder.watch(executor)
         await stack.enter_async_context(executor)
         yield Parts(controller, executor, weight_sync, trainer, data, tokenizer, model)
@@ -167,7 +184,8 @@ def _fleet_options(config: RunConfig) -> FleetOptions:
         max_concurrency=engines.max_concurrency,
         restart_budget=engines.restart.budget,
         restart_backoff_s=engines.restart.backoff_s,
-        launch_timeout_s=engines.launch_timeout_s,
+        # Beyond the launcher's own deadline, whose error holds the last lines that the engine printed.
+        launch_timeout_s=engines.launch_timeout_s + HOST_START_TIMEOUT_S + ANSWER_MARGIN_S,
         sync_timeout_s=engines.sync_timeout_s,
         drain_timeout_s=config.inference.drain_timeout_s,
         max_unavailable=config.inference.max_unavailable,
@@ -238,5 +256,4 @@ def _rollout_options(config: RunConfig, model: ModelInfo, tokenizer: Tokenizer) 
         filter_zero_variance=rollout.filter_zero_variance,
         max_retries=rollout.max_retries,
         request_timeout_s=rollout.request_timeout_s,
-        reward_timeout_s=config.reward_timeout_s + ScorerOptions().start_timeout_s,
     )

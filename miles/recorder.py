@@ -10,7 +10,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import structlog
 
@@ -61,20 +61,28 @@ class RunRecorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        status: Status = "finished" if error is None else "stopped" if is_stop(error) else "failed"
+        failure = error
         try:
             self._close_step()
             self._count_groups()
-            if error is not None and status == "failed":
-                log.error("run_failed", exc_info=error)
-        finally:
-            reason = describe_failure(error) if error is not None and status == "failed" else None
-            summary = self._summary.write(self.path / SUMMARY_FILE, status, reason)
-            self._stack.__exit__(kind, error, trace)
-        if self._config.telemetry.plot:
-            self._plot()
+        except OSError as broken:  # a full disk: the summary must not say that all went well
+            failure = error or broken
+        summary = self._write_summary(failure)
+        self._stack.__exit__(kind, error, trace)
         if self._config.telemetry.progress != "off":
             print(describe(summary, self.path), flush=True)
+        if failure is not None and error is None:
+            raise failure
+
+    def _write_summary(self, failure: BaseException | None) -> dict[str, Any]:
+        status: Status = "finished" if failure is None else "stopped" if is_stop(failure) else "failed"
+        reason = describe_failure(failure) if failure is not None and status == "failed" else None
+        if reason is not None:
+            log.error("run_failed", exc_info=failure)
+        summary = self._summary.write(self.path / SUMMARY_FILE, status, reason)
+        if self._config.telemetry.plot and summary["steps"]:
+            self._plot()
+        return summary
 
     def watch(self, executor: RolloutExecutor) -> None:
         """Take the account of groups and the count of tokens from this executor from now on."""
@@ -100,10 +108,14 @@ class RunRecorder:
         self._close_step()
         self._step = _OpenStep(batch, stats, wait_s, train_s)
 
-    def published(self, version: WeightVersion, publish_s: float) -> None:
-        """The weights after the newest step are published."""
+    def published(self, version: WeightVersion, publish_s: float, sync_s: float, pause_s: float) -> None:
+        """The weights after the newest step are published.
+
+        `sync_s` and `pause_s` are of the newest update of an engine that is over, usually to the version before.
+        """
         if self._step is not None:
-            self._step.weight_version, self._step.publish_s = version.number, publish_s
+            self._step.weight_version = version.number
+            self._step.seconds = {"publish_s": publish_s, "last_sync_s": sync_s, "last_pause_s": pause_s}
             self._close_step()
 
     def evaluated(self, step: int, weight_version: int, reward: float, prompts: int, seconds: float) -> None:
@@ -137,7 +149,7 @@ class RunRecorder:
                 "step_s": step_s,
                 "wait_s": open_step.wait_s,
                 "train_call_s": open_step.train_s,
-                "publish_s": open_step.publish_s,
+                **open_step.seconds,
             }
         )
         self._summary.add_step(open_step.stats.step, reward, staleness)
@@ -156,7 +168,10 @@ class RunRecorder:
     def _plot(self) -> None:
         from miles.telemetry.plot import plot_run
 
-        plot_run(self.path)
+        try:
+            plot_run(self.path)
+        except Exception as error:
+            log.error("plot_failed", exc_info=error)
 
 
 class _OpenStep:
@@ -165,4 +180,4 @@ class _OpenStep:
     def __init__(self, batch: Batch, stats: StepStats, wait_s: float, train_s: float) -> None:
         self.batch, self.stats, self.wait_s, self.train_s = batch, stats, wait_s, train_s
         self.weight_version: int | None = None
-        self.publish_s: float | None = None
+        self.seconds: dict[str, float] = {}

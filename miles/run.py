@@ -29,7 +29,7 @@ from executors.rollout_executor import RolloutExecutor
 from executors.sampling_client import SamplingParams
 from executors.streams import BatchStream
 from executors.trajectory import Batch
-from miles.assembly import Parts, assemble
+from miles.assembly import AVAILABLE_STATES, Parts, assemble
 from miles.checkpoints import Checkpoints
 from miles.config import RunConfig, load_config
 from miles.failure import root_cause
@@ -102,7 +102,8 @@ class Run:
         """Publish the trainer's weights; returns at commit. Engines take them over while they generate."""
         began = time.monotonic()
         version = await self._parts.weight_sync.publish(self.trainer.steps_done, FIRST_LINEAGE)
-        self._recorder.published(version, time.monotonic() - began)
+        sync = self._parts.weight_sync.statistics()
+        self._recorder.published(version, time.monotonic() - began, sync.last_sync_s, sync.last_pause_s)
         return version
 
     async def evaluate(self) -> Evaluation:
@@ -111,9 +112,10 @@ class Run:
         version = self.inference.ledger.latest
         if version is None:
             raise MilesError("there is nothing to evaluate before the first publication of weights")
-        engines = config.engines
+        # Engines that are away come back with these weights or newer ones, so only those in service are waited for.
+        in_service = sum(engine.state in AVAILABLE_STATES for engine in self.inference.snapshot())
         await self.inference.wait_serving(
-            version=version.number, timeout_s=engines.launch_timeout_s + engines.sync_timeout_s
+            count=max(1, in_service), version=version.number, timeout_s=self._start_timeout_s
         )
         prompts = self._parts.data.evaluation(config.eval.prompts)
         greedy = SamplingParams(
@@ -142,8 +144,13 @@ class Run:
 
         self._tasks.start_soon(call)
 
-    async def begin(self) -> None:
-        """The stages before the first step. `open_run` has called it."""
+    @property
+    def _start_timeout_s(self) -> float:
+        engines = self.config.engines
+        return engines.launch_timeout_s + engines.sync_timeout_s
+
+    async def _begin(self) -> None:
+        """The stages before the first step."""
         warmup, source, longest = self.config.train.warmup, self._parts.data, self._parts.model.context_length
         for index in range(warmup.steps):
             pairs = source.warmup_examples(warmup.examples_per_step, index, max_tokens=longest)
@@ -154,10 +161,7 @@ class Run:
         await self.save_checkpoint()
         version = await self.publish_weights()
         self._recorder.stage("waiting for the engines to serve the first weights")
-        engines = self.config.engines
-        await self.inference.wait_serving(
-            version=version.number, timeout_s=engines.launch_timeout_s + engines.sync_timeout_s
-        )
+        await self.inference.wait_serving(version=version.number, timeout_s=self._start_timeout_s)
         self._recorder.stage("training")
         self._recorder.begin_training()
 
@@ -179,7 +183,7 @@ async def open_run(
         try:
             async with assemble(resolved, recorder) as parts, anyio.create_task_group() as tasks:
                 run = Run(resolved, parts, recorder, tasks)
-                await run.begin()
+                await run._begin()
                 yield run
                 tasks.cancel_scope.cancel()
         except BaseExceptionGroup as group:

@@ -46,11 +46,11 @@ def run_training(config: RunConfig) -> int:
 
 async def _train_until_stopped(config: RunConfig) -> int:
     with anyio.CancelScope() as scope:
-        async with StopSignals(lambda received: scope.cancel()) as signals, open_run(config) as run:
+        async with StopSignals(lambda received: scope.cancel()), open_run(config) as run:
             # What start-up made lives to the end: scanned again at every full collection, it would hold up the loop.
             gc.freeze()
             await train(run)
-    return EXIT_DONE if signals.received is None else EXIT_INTERRUPTED
+    return EXIT_INTERRUPTED if scope.cancelled_caught else EXIT_DONE
 
 
 def _is_due(step: int, every: int, last: int) -> bool:

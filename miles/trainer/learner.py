@@ -65,7 +65,7 @@ class Learner:
             result: TokenLoss = self._loss(logprobs, micro.behaviour, micro.advantages, clip=self.options.clip)
             return result
 
-        metrics, skipped = self._update(prepared.sequences, loss, lr, off_policy=True)
+        metrics, skipped = self._update(prepared.sequences, loss, lr, sampled=True)
         self.counters = Counters(step, self.counters.warmup_steps, self.counters.skipped_steps + skipped)
         metrics |= _rollout_metrics(prepared)
         metrics["skipped_steps"] = float(self.counters.skipped_steps)
@@ -76,7 +76,7 @@ class Learner:
         """One supervised step. Its number counts warm-up steps."""
         started = time.perf_counter()
         sequences = [TokenSequence(e.prompt_ids, e.completion_ids) for e in examples if e.completion_ids]
-        metrics, skipped = self._update(sequences, lambda _micro, logprobs: supervised(logprobs), lr, off_policy=False)
+        metrics, skipped = self._update(sequences, lambda _micro, logprobs: supervised(logprobs), lr, sampled=False)
         done = self.counters.warmup_steps + 1
         self.counters = Counters(self.counters.steps, done, self.counters.skipped_steps + skipped)
         metrics["skipped_steps"] = float(self.counters.skipped_steps)
@@ -90,7 +90,7 @@ class Learner:
         packable = [TokenSequence(*sequences[index]) for index in filled]
         result: list[list[float]] = [[] for _ in sequences]
         for micro in pack(packable, self.options.micro_batch_tokens):
-            values = token_logprobs(self._scaled_logits(micro), micro.targets).tolist()
+            values = token_logprobs(self._scaled_logits(micro, self.options.temperature), micro.targets).tolist()
             start = 0
             for index in micro.indices:
                 end = start + len(packable[index].response_ids)
@@ -118,17 +118,22 @@ class Learner:
             weights.export_hf(tensors, self.options.model_path, folder)
         torch.distributed.barrier()
 
-    def _scaled_logits(self, micro: MicroBatch) -> Tensor:
+    def _scaled_logits(self, micro: MicroBatch, temperature: float) -> Tensor:
         """fp32 logits / temperature for the response tokens of a micro-batch, [n, vocab / tp]."""
         logits = self.model(micro.input_ids, micro.position_ids, None, packed_seq_params=micro.packed)[0]
         return scaled_logits(
-            logits.index_select(0, micro.rows), self.arch.vocab, self.options.temperature, self.tp_group.rank()
+            logits.index_select(0, micro.rows), self.arch.vocab, temperature, self.tp_group.rank()
         )
 
     def _update(
-        self, sequences: Sequence[TokenSequence], loss: LossFunction, lr: float, *, off_policy: bool
+        self, sequences: Sequence[TokenSequence], loss: LossFunction, lr: float, *, sampled: bool
     ) -> tuple[dict[str, float], bool]:
-        """Forward, backward and optimizer step over all ranks. Returns token-mean metrics, and whether it skipped."""
+        """Forward, backward and optimizer step over all ranks. Returns token-mean metrics, and whether it skipped.
+
+        `sampled` is for sampled tokens: logits at the temperature they were sampled at, compared with the engine's
+        logprobs. Supervised tokens were sampled by nobody, so theirs are at temperature 1.
+        """
+        temperature = self.options.temperature if sampled else 1.0
         tokens = sum(len(sequence.response_ids) for sequence in sequences)
         metrics = {"tokens": float(tokens), "lr": lr}
         if not tokens:
@@ -139,13 +144,13 @@ class Learner:
         sums: dict[str, Tensor] = {}
         largest = torch.zeros(())
         for micro in pack(sequences[data_rank::data_size], self.options.micro_batch_tokens):
-            scaled = self._scaled_logits(micro)
+            scaled = self._scaled_logits(micro, temperature)
             logprobs = token_logprobs(scaled, micro.targets)
             result = loss(micro, logprobs)
             # Divided by the tokens of the whole batch, over all micro-batches and ranks: the token mean is exact.
             torch.autograd.backward(result.values.sum() / tokens)
             values = {"loss": result.values.detach(), "entropy": entropies(scaled.detach(), self.tp_group)}
-            if off_policy:
+            if sampled:
                 difference = micro.behaviour - logprobs.detach()
                 values |= {"kl_behaviour": difference, "logprob_diff_mean": difference.abs()}
                 largest = torch.maximum(largest, difference.abs().amax())
@@ -156,7 +161,7 @@ class Learner:
         if sums:
             totals = total_over_data_parallel(torch.stack(list(sums.values()))) / tokens
             metrics |= dict(zip(sums, totals.tolist(), strict=True))
-        if off_policy:
+        if sampled:
             metrics["logprob_diff_max"] = float(largest)
         return metrics | {"grad_norm": outcome.grad_norm}, outcome.skipped
 

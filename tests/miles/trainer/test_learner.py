@@ -162,3 +162,10 @@ def test_reinforcement_raises_the_reward(model: Path) -> None:
             groups.append([trajectory([start], [t], float(t < 10), [float(logprobs[t])]) for t in drawn])
         rewards.append(trained.step(batch_of(step, *groups)).metrics["reward"])
     assert sum(rewards[-3:]) / 3 > 0.8 > 4 * rewards[0], [round(reward, 2) for reward in rewards[::3]]
+
+
+def test_the_supervised_stage_does_not_see_the_sampling_temperature(model: Path) -> None:
+    """Fails when Learner._update scales supervised logits: it would learn to be right at that temperature only."""
+    examples = [Example((1, 2), (3, 4, 5))]
+    cool, hot = learner(model), learner(model, temperature=1.7)
+    assert hot.warmup_step(examples, 1e-3).metrics["loss"] == cool.warmup_step(examples, 1e-3).metrics["loss"]

@@ -1,0 +1,65 @@
+"""How a run ends in its folder: the summary tells the truth on every way out, and nothing hides the run's own error."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from controllers.errors import ActorDied
+from miles.config import RunConfig, load_config
+from miles.recorder import RunRecorder
+from tests.chaos.small_run import QUICKSTART
+
+
+def _config(folder: Path, **more: Any) -> RunConfig:
+    return load_config(QUICKSTART, {"run.dir": str(folder), "telemetry.progress": "plain", **more})
+
+
+def _summary(folder: Path) -> dict[str, Any]:
+    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return summary
+
+
+def test_an_error_during_start_up_comes_out_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the plot on. Fails when `_plot` may raise: there is nothing to draw yet."""
+    with pytest.raises(ActorDied, match="the true cause"), RunRecorder(_config(tmp_path / "run")):
+        raise ActorDied("the true cause", actor="trainer-0")
+    summary = _summary(tmp_path / "run")
+    assert (summary["status"], summary["error"]) == ("failed", "the true cause")
+    assert "failed after 0 steps" in capsys.readouterr().out
+
+
+def test_a_picture_that_cannot_be_drawn_does_not_fail_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails without the boundary in `_plot`."""
+
+    def broken(folder: Path) -> Path:
+        raise RuntimeError("no fonts")
+
+    monkeypatch.setattr("miles.telemetry.plot.plot_run", broken)
+    with RunRecorder(_config(tmp_path / "run")) as recorder:
+        recorder._summary.add_step(1, 0.5, 0)
+    assert _summary(tmp_path / "run")["status"] == "finished"
+
+
+def test_a_full_disk_at_the_end_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when an error of the last line leaves `status: finished`."""
+
+    def full(self: RunRecorder) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(RunRecorder, "_close_step", full)
+    with pytest.raises(OSError, match="No space left"), RunRecorder(_config(tmp_path / "run")):
+        pass
+    assert _summary(tmp_path / "run")["status"] == "failed"
+
+
+@pytest.mark.parametrize("stop", [asyncio.CancelledError, KeyboardInterrupt])
+def test_a_stop_is_no_failure(tmp_path: Path, stop: type[BaseException]) -> None:
+    with pytest.raises(stop), RunRecorder(_config(tmp_path / "run")):
+        raise stop
+    summary = _summary(tmp_path / "run")
+    assert summary["status"] == "stopped" and "error" not in summary
