@@ -4,13 +4,12 @@
          -> ordered restart: at once | crash: after a backoff, within the budget | else Stopped, until ordered back
 
 What a life waits for, and who unblocks it: the launcher (launch_timeout_s), `enter_service` by the controller's admit
-(sync_timeout_s), the engine's own exit, the health probe, `fail`, and `order`.
+(sync_timeout_s, once there is a version to sync), the engine's own exit, the health probe, `fail`, and `order`.
 Invariant: when a life ends, for whatever reason, its process has been stopped before the next one starts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -18,13 +17,13 @@ import anyio
 import structlog
 
 from controllers.engine_state import Draining, Failed, Launching, Serving, Stopped, Syncing, Updating
-from controllers.errors import ConfigError, EngineFailed, InfrastructureError, MilesError
+from controllers.errors import ConfigError, EngineFailed, InfrastructureError, MilesError, WaitTimeout
 from controllers.event_bus import EventBus
 from controllers.events import EngineExited, EngineLaunched, EngineRestarted
 from controllers.fleet import Fleet, Life, Member
 from controllers.health import HealthOptions, HealthProbe
 from controllers.ports import Engine, EngineExit, EngineLauncher, LaunchSpec
-from controllers.weight_versions import WeightVersion
+from controllers.weight_versions import VersionLedger, WeightVersion
 
 _BACKOFF_MAX_S = 60.0
 _ABORT_TIMEOUT_S = 5.0
@@ -96,14 +95,14 @@ class EngineSupervisor:
         bus: EventBus,
         launcher: EngineLauncher,
         options: FleetOptions,
-        forget: Callable[[str], None],
+        ledger: VersionLedger,
     ) -> None:
         self._member = member
         self._fleet = fleet
         self._bus = bus
         self._launcher = launcher
         self._options = options
-        self._forget = forget
+        self._ledger = ledger
         self._scope: anyio.CancelScope | None = None
         self._admitted = anyio.Event()
         self._ordered = anyio.Event()
@@ -193,7 +192,7 @@ class EngineSupervisor:
                 self._fleet.transition(member, Stopped(), "the controller closed")
             if handle is not None:
                 await self._stop(life, handle)
-            self._forget(life.incarnation)
+            self._ledger.forget(life.incarnation)
 
     async def _launch(self, life: Life) -> Engine | None:
         spec = LaunchSpec(life.engine, life.incarnation, f"{life.incarnation}:none", {})
@@ -207,6 +206,8 @@ class EngineSupervisor:
         return None
 
     async def _serve(self, life: Life, handle: Engine) -> None:
+        if not isinstance(self._member.state, Launching):
+            return  # failed in the very turn in which its launch ended
         life.handle = handle
         self._fleet.transition(self._member, Syncing())
         self._bus.publish(EngineLaunched(life.engine, life.incarnation, handle.url, handle.pid, handle.ranks))
@@ -223,7 +224,7 @@ class EngineSupervisor:
     async def _watch_exit(self, life: Life, handle: Engine) -> None:
         try:
             ended = await handle.wait_exit()
-        except InfrastructureError as error:  # its host died: as good as an exit
+        except (InfrastructureError, TimeoutError) as error:  # its host died: as good as an exit
             ended = EngineExit(None, str(error))
         self._exit_reported = True
         self._bus.publish(EngineExited(life.engine, life.incarnation, ended.returncode, ended.detail, expected=False))
@@ -234,6 +235,8 @@ class EngineSupervisor:
         self.fail(life.incarnation, await probe.run())
 
     async def _watch_sync(self, life: Life) -> None:
+        # The first publication follows a warm-up of any length; until then there is nothing to be late with.
+        await self._fleet.changes.until(lambda: self._ledger.has_commit or self._admitted.is_set())
         with anyio.move_on_after(self._options.sync_timeout_s):
             await self._admitted.wait()
             return
@@ -276,7 +279,7 @@ class EngineSupervisor:
                     self._bus.publish(
                         EngineExited(life.engine, life.incarnation, ended.returncode, ended.detail, expected=True)
                     )
-            except InfrastructureError as error:
+            except (InfrastructureError, WaitTimeout, TimeoutError) as error:
                 _log.error("stopping an engine failed", incarnation=life.incarnation, error=str(error))
         if scope.cancelled_caught:
             _log.error("an engine did not stop", incarnation=life.incarnation, pid=handle.pid, limit_s=limit_s)

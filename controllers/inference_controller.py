@@ -65,7 +65,7 @@ class InferenceController:
         self._desk = LeaseDesk(self._fleet, options.max_concurrency)
         self._updates = WeightUpdates(self._fleet, ledger, self.bus, options.sync_timeout_s, self._give_up)
         self._supervisors = {
-            member.engine: EngineSupervisor(member, self._fleet, self.bus, launcher, options, ledger.forget)
+            member.engine: EngineSupervisor(member, self._fleet, self.bus, launcher, options, ledger)
             for member in self._fleet.members
         }
         self._rolling = anyio.Lock()
@@ -166,6 +166,7 @@ class InferenceController:
         """Publish a version that all trainer ranks have staged. Raises VersionRegression unless it rises."""
         self.ledger.commit(version)
         self.bus.publish(VersionPublished(version))
+        self._fleet.notify()
 
     def engine(self, engine: str, incarnation: str) -> Engine:
         """The port to this life of an engine. Raises StaleIncarnation if it has ended, or does not answer yet."""

@@ -64,7 +64,13 @@ class VersionLedger:
     def __init__(self, store: LedgerStore) -> None:
         self._store = store
         self._latest = store.latest()
+        self._committed = False
         self._proven: dict[str, WeightVersion] = {}
+
+    @property
+    def has_commit(self) -> bool:
+        """Whether a version was committed through this ledger: one of before a resume cannot be synced any more."""
+        return self._committed
 
     @property
     def latest(self) -> WeightVersion | None:
@@ -88,6 +94,7 @@ class VersionLedger:
             )
         self._store.commit(version)
         self._latest = version
+        self._committed = True
 
     def prove(self, incarnation: str, version: WeightVersion) -> None:
         """Record that every rank of this incarnation itself proved `version`."""

@@ -5,9 +5,10 @@ import pytest
 
 from controllers.errors import ConfigError, EngineFailed, FleetDegraded, LaunchFailed
 from controllers.events import EngineExited, EngineLaunched, EngineRestarted
-from controllers.inference_controller import FleetOptions
+from controllers.inference_controller import FleetOptions, InferenceController
 from controllers.ports import EngineHealth
-from tests.controllers.harness import running, version
+from controllers.weight_versions import MemoryLedgerStore, VersionLedger
+from tests.controllers.harness import NO_HEALTH, running, version
 from tests.fakes.launcher import FakeLauncher
 from tests.support.virtual_time import virtual_time
 
@@ -135,6 +136,57 @@ async def test_an_engine_nobody_brings_weights_is_failed_at_the_sync_deadline() 
         assert snapshot.reason == "proved no weights within 20 s"
         await world.until_state("Syncing")
         assert not first.alive
+
+
+@virtual_time
+@pytest.mark.parametrize("resumed", [False, True])
+async def test_a_late_first_publication_fails_no_engine(resumed: bool) -> None:
+    """Guards the first line of EngineSupervisor._watch_sync; of a resumed run too, whose ledger has an old version."""
+    store = MemoryLedgerStore()
+    if resumed:
+        store.commit(version(store.reserve()))
+    controller = InferenceController(
+        FakeLauncher(), VersionLedger(store), FleetOptions(1, sync_timeout_s=20, health=NO_HEALTH), run_id="ab12"
+    )
+    async with controller:
+        await anyio.sleep(200)
+        [engine] = controller.snapshot()
+        assert (engine.state, engine.incarnation) == ("Syncing", "e0-0001-ab12")
+        first = version(controller.reserve_version())
+        controller.commit_version(first)
+        await anyio.sleep(19)
+        controller.admit(engine.engine, engine.incarnation, first)
+        await anyio.sleep(100)
+        assert controller.snapshot()[0].state == "Serving"
+
+
+@virtual_time
+async def test_a_life_that_is_failed_as_its_launch_ends_is_replaced() -> None:
+    """Guards the look at the state in EngineSupervisor._serve: Failed -> Syncing would end the supervisor."""
+    launcher = FakeLauncher()
+    launcher.hang()
+    async with running(1, launcher=launcher, serving=False) as world:
+        await anyio.sleep(1)
+        launcher.release()
+        world.controller.fail("engine-0", world.now().incarnation, "a plugin gave it up")
+        await world.until_state("Serving")
+        assert world.now().incarnation == "e0-0002-ab12"
+        assert not launcher.engines[0].alive
+
+
+@virtual_time
+async def test_a_stop_that_times_out_does_not_end_the_supervisor() -> None:
+    """Guards TimeoutError in EngineSupervisor._stop."""
+    async with running(1) as world:
+        old = world.engine()
+
+        async def stop(grace_s: float) -> None:
+            raise TimeoutError
+
+        old.stop = stop  # type: ignore[method-assign]
+        world.controller.fail("engine-0", old.incarnation, "bad votes")
+        await world.until_state("Serving")
+        assert world.engine() is not old
 
 
 @virtual_time
