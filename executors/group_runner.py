@@ -16,7 +16,7 @@ from executors.generation import TrajectoryGenerator
 from executors.generation_stream import GenerationStream
 from executors.group_account import Outcome
 from executors.sampling_client import SamplingParams
-from executors.scoring import DeadlineScorer
+from executors.scoring import AbstainingScorer
 from executors.trajectory import Group, Prompt, Trajectory
 
 
@@ -61,7 +61,7 @@ class GroupRunner:
     def __init__(
         self,
         generator: TrajectoryGenerator,
-        scorer: DeadlineScorer,
+        scorer: AbstainingScorer,
         version_steps: Callable[[int], int],
         *,
         max_context: int,

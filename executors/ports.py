@@ -82,7 +82,11 @@ class PromptSource(Protocol):
 
 
 class RewardScorer(Protocol):
-    """Scores a response. Slow work belongs off the event loop; that is the scorer's business."""
+    """Scores a response. Slow work belongs off the event loop; that is the scorer's business.
+
+    A call must end: the executor waits for it, and its group stays in flight meanwhile. `miles.rewards` gives every
+    call of a reward function a deadline.
+    """
 
     async def score(self, prompt: Prompt, response_ids: Sequence[int]) -> float | None:
         """The reward, or None to abstain. Raising abstains too, and is counted."""

@@ -33,7 +33,7 @@ from executors.permits import Permits
 from executors.ports import LeaseSource, PromptSource, RewardScorer
 from executors.revocation_watch import RevocationWatch
 from executors.sampling_client import SamplingClient, SamplingParams
-from executors.scoring import DeadlineScorer
+from executors.scoring import AbstainingScorer
 from executors.staleness import AdmissionGate
 from executors.statistics import ExecutorCounters, ExecutorStatistics
 from executors.streams import BatchStream, GroupStream
@@ -72,7 +72,6 @@ class RolloutOptions:
     lease_timeout_s: float = 120.0
     trajectory_timeout_s: float = 600.0
     abort_timeout_s: float = 1.0
-    reward_timeout_s: float = 60.0
     publish_timeout_s: float = 600.0
     """How long a reader waits with nothing in flight for weights new enough to dispatch more."""
 
@@ -109,7 +108,7 @@ class RolloutExecutor:
         self._version_steps = version_steps
         self._policy = failure_policy or RetryElsewhere(max_retries=options.max_retries, partial=options.partial)
         self._counters = ExecutorCounters()
-        self._scorer = DeadlineScorer(scorer, self._counters, options.reward_timeout_s)
+        self._scorer = AbstainingScorer(scorer, self._counters)
         self._gate = AdmissionGate(max_staleness=options.max_staleness, groups_per_step=options.groups_per_step)
         self._buffer = TrajectoryBuffer(max_staleness=options.max_staleness, on_stale=self._drop_stale)
         self._permits = Permits(options.concurrency)

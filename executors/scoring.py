@@ -1,6 +1,7 @@
-"""Rewards under a deadline. A scorer that raises, hangs or answers nonsense abstains; it never scores 0.
+"""Whatever a scorer does, a sample has a finite reward or none: one that raises or answers nonsense abstains.
 
-Called once per finished trajectory, after its engine slot has been given back.
+Called once per finished trajectory, after its engine slot has been given back. There is no deadline here: the scorer
+alone knows when a call stops waiting for its turn and begins to work, and bounds it (see `RewardScorer`).
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import anyio
 import structlog
 
 from executors.ports import RewardScorer
@@ -18,35 +18,24 @@ from executors.trajectory import Prompt
 log = structlog.get_logger(__name__)
 
 
-class DeadlineScorer:
-    """A RewardScorer around another one. It does not raise."""
+class AbstainingScorer:
+    """A RewardScorer around another one. It does not raise, and never makes a failure a score of 0."""
 
-    def __init__(self, scorer: RewardScorer, counters: ExecutorCounters, timeout_s: float) -> None:
+    def __init__(self, scorer: RewardScorer, counters: ExecutorCounters) -> None:
         self._scorer = scorer
         self._counters = counters
-        self._timeout_s = timeout_s
 
     async def score(self, prompt: Prompt, response_ids: Sequence[int]) -> float | None:
         """A finite reward, or None."""
-        reward = await self._ask(prompt, response_ids)
-        if reward is None:
-            self._counters.abstained += 1
-        return reward
-
-    async def _ask(self, prompt: Prompt, response_ids: Sequence[int]) -> float | None:
-        with anyio.CancelScope(deadline=anyio.current_time() + self._timeout_s):
-            try:
-                reward = await self._scorer.score(prompt, response_ids)
-                if reward is None:
-                    return None
-                if math.isfinite(reward):
-                    return float(reward)
-                error: Exception = ValueError(f"reward {reward} is not finite")
-            except Exception as raised:  # noqa: BLE001 - a person's own code; recorded, and the sample abstains
-                error = raised
+        try:
+            reward = await self._scorer.score(prompt, response_ids)
+            if reward is not None and not math.isfinite(reward):
+                raise ValueError(f"reward {reward} is not finite")
+        except Exception as error:  # noqa: BLE001 - a person's own code; recorded, and the sample abstains
             self._counters.reward_errors += 1
             log.warning("reward_error", prompt_index=prompt.index, error=repr(error))
+            reward = None
+        if reward is None:
+            self._counters.abstained += 1
             return None
-        self._counters.reward_timeouts += 1
-        log.warning("reward_timeout", prompt_index=prompt.index, timeout_s=self._timeout_s)
-        return None
+        return float(reward)

@@ -25,8 +25,6 @@ class ExecutorStatistics:
     """Samples without a reward, for whatever reason."""
     reward_errors: int
     """Of those: the scorer raised, or returned something that is not a finite number."""
-    reward_timeouts: int
-    """Of those: the scorer did not answer in time."""
 
 
 @dataclass(slots=True)
@@ -41,7 +39,6 @@ class ExecutorCounters:
     running: int = 0
     abstained: int = 0
     reward_errors: int = 0
-    reward_timeouts: int = 0
 
     def snapshot(self) -> ExecutorStatistics:
         """The counters as they are now."""

@@ -13,7 +13,7 @@ import pytest
 from controllers.errors import EngineRejected
 from executors.errors import RolloutFailed
 from executors.trajectory import Batch
-from tests.executors.world import Hanging, Prompts, World, assert_bit_for_bit
+from tests.executors.world import Prompts, Slow, World, assert_bit_for_bit
 from tests.fakes.sampling_client import AbortByEngine, Break, Fault, Hang, Mislabel, Refuse
 from tests.support.virtual_time import virtual_time
 
@@ -38,7 +38,7 @@ class Chaos:
     def reward(self) -> object:
         draw = self._random.random()
         if draw < 0.03:
-            return Hanging()
+            return Slow(10)
         if draw < 0.06:
             return ValueError("verifier bug")
         return None if draw < 0.2 else float(self._random.random() < 0.5)
@@ -91,7 +91,7 @@ def check_batch(world: World, batch: Batch) -> None:
 @virtual_time
 async def test_every_group_is_accounted_for(tmp_path: Path, seed: int, partial: str) -> None:
     """Invariant 7 after every event; each prompt trained at most once; the journal tells the same story."""
-    world = World(tmp_path, engines=3, partial=partial, filter_zero_variance=seed % 2 == 0, reward_timeout_s=10)
+    world = World(tmp_path, engines=3, partial=partial, filter_zero_variance=seed % 2 == 0)
     trained: Counter[int] = Counter()
     async with world:
         executor = world.executor

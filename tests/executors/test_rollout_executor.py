@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from executors.journal import Journal
 from executors.rollout_executor import RolloutExecutor
 from executors.sampling_client import SamplingParams
 from executors.trajectory import Batch, Group, Prompt
-from tests.executors.world import OPTIONS, Hanging, Prompts, Scorer, World, assert_bit_for_bit, make_prompt
+from tests.executors.world import OPTIONS, Prompts, Scorer, Slow, World, assert_bit_for_bit, make_prompt
 from tests.fakes.lease_source import FakeLeaseSource
 from tests.fakes.sampling_client import FakeSamplingClient, Refuse
 from tests.support.virtual_time import virtual_time
@@ -196,25 +197,33 @@ async def test_a_sample_without_reward_stays_none(tmp_path: Path) -> None:
         (group,) = [group async for group in world.executor.stream(Prompts(1))]
         assert [trajectory.reward for trajectory in group.trajectories] == [1.0, None, None, None]
         statistics = world.executor.statistics()
-        assert (statistics.abstained, statistics.reward_errors, statistics.reward_timeouts) == (3, 2, 0)
+        assert (statistics.abstained, statistics.reward_errors) == (3, 2)
 
 
 @virtual_time
-async def test_hanging_scorer_abstains_at_its_deadline(tmp_path: Path) -> None:
-    """Fails without the scope in DeadlineScorer."""
-    async with World(tmp_path, reward_timeout_s=5) as world:
-        world.scorer.answer = lambda prompt: Hanging() if prompt.index == 0 else 1.0
-        groups = [group async for group in world.executor.stream(Prompts(2))]
-        assert [group.prompt.index for group in groups] == [1]
-        assert anyio.current_time() == 8 + 5
-        assert world.executor.statistics().reward_timeouts == 2
+async def test_samples_wait_for_their_turn_at_a_slow_scorer(tmp_path: Path) -> None:
+    """Fails with a deadline around the scorer's call, which would count the wait for a free worker."""
+
+    class OneAtATime(Scorer):
+        worker = anyio.Lock()
+
+        async def score(self, prompt: Prompt, response_ids: Sequence[int]) -> float | None:
+            async with self.worker:
+                await anyio.sleep(100)
+            return await super().score(prompt, response_ids)
+
+    async with World(tmp_path, group_size=16, scorer=OneAtATime()) as world:
+        (group,) = [group async for group in world.executor.stream(Prompts(1))]
+        assert all(trajectory.reward is not None for trajectory in group.trajectories)
+        assert anyio.current_time() == 8 + 16 * 100
+        assert world.executor.statistics().abstained == 0
 
 
 @virtual_time
 async def test_slow_scorer_holds_no_engine_slot_and_no_permit(tmp_path: Path) -> None:
     """Fails when `on_generated` is called after scoring."""
-    async with World(tmp_path, concurrency=2, reward_timeout_s=1000, max_staleness=3) as world:
-        world.scorer.answer = lambda prompt: Hanging() if prompt.index == 0 else 1.0
+    async with World(tmp_path, concurrency=2, max_staleness=3) as world:
+        world.scorer.answer = lambda prompt: Slow(1000) if prompt.index == 0 else 1.0
         stream = world.executor.stream(Prompts(2))
         assert (await anext(stream)).prompt.index == 1
         assert anyio.current_time() == 16

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +60,18 @@ class Scorer:
         answer = self.answer(prompt)
         if isinstance(answer, Exception):
             raise answer
-        if isinstance(answer, Hanging):
-            await anyio.sleep_forever()
+        if isinstance(answer, Slow):
+            await anyio.sleep(answer.seconds)
+            return None
         reward: float | None = answer
         return reward
 
 
-class Hanging:
-    """An answer that never comes."""
+@dataclass(frozen=True, slots=True)
+class Slow:
+    """An answer that takes its time, and is an abstention then."""
+
+    seconds: float
 
 
 class World:
@@ -81,11 +85,12 @@ class World:
         token_s: float = 1.0,
         leases: FakeLeaseSource | None = None,
         published: bool = True,
+        scorer: Scorer | None = None,
         **options: Any,
     ) -> None:
         self.client = FakeSamplingClient()
         self.leases = leases or FakeLeaseSource()
-        self.scorer = Scorer()
+        self.scorer = scorer or Scorer()
         self.options = replace(OPTIONS, **options)
         self.journal = Journal(folder / "journal.sqlite")
         self.steps = {version: version - 1 for version in range(1, 1000)}
