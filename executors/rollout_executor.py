@@ -1,7 +1,8 @@
 """The data plane: prompts in, finished groups and batches out, every group accounted for.
 
     prompts -> dispatcher -> group tasks (lease, generate, score) -> buffer -> stream() / batches() -> mark_trained
-                 ^ waits for the admission gate: woken by on_published and by every group that ends untrained
+                 ^ waits for the admission gate: woken by on_published and by every group that ends untrained (where
+                   staleness is not bounded, by a reader that takes a group)
                  ^ waits for permits: woken by every trajectory that gives its engine slot back
     a reader waits for a group: woken by every group that ends, by the end of the prompts, by a failure
 
@@ -58,22 +59,26 @@ class RolloutOptions:
     """Prompt and response together, in tokens."""
     max_prompt_tokens: int | None = None
     """Longer prompts are dropped and counted; None leaves it to `max_context`."""
-    max_staleness: int = 1
-    """Optimizer steps that may lie between the weights that sampled a token and the step that trains it."""
-    partial: PartialPolicy = "continue"
+    max_staleness: int | None
+    """Optimizer steps that may lie between the weights that sampled a token and the step that trains it.
+
+    None where nobody trains (evaluation, making data): no group is too old, and the reader alone sets the pace, with
+    at most `2 * groups_per_step` groups generated ahead of it.
+    """
+    partial: PartialPolicy
     filter_zero_variance: bool = False
     concurrency: int | None = None
     """Trajectories in flight; None leaves it to admission and to the engines' own slots."""
-    max_retries: int = 8
+    max_retries: int
     """Interruptions of one trajectory in a row, without a token gained, before it fails."""
     max_barren_groups: int = 2000
     """Groups in a row that may be filtered, dropped or failed before the executor gives up."""
-    request_timeout_s: float = 60.0
+    request_timeout_s: float
     lease_timeout_s: float = 120.0
     trajectory_timeout_s: float = 600.0
     abort_timeout_s: float = 1.0
     publish_timeout_s: float = 600.0
-    """How long a reader waits with nothing in flight for weights new enough to dispatch more."""
+    """How long a reader waits with nothing in flight for weights in service new enough to dispatch more."""
 
     def __post_init__(self) -> None:
         for name in ("group_size", "groups_per_step", "max_context", "max_barren_groups"):
@@ -81,7 +86,7 @@ class RolloutOptions:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.group_size > 1000:
             raise ValueError(f"group_size must be at most 1000 (request ids have fixed length), got {self.group_size}")
-        if self.max_staleness < 0 or self.max_retries < 0:
+        if (self.max_staleness or 0) < 0 or self.max_retries < 0:
             raise ValueError("max_staleness and max_retries must not be negative")
         if self.concurrency is not None and self.concurrency < self.group_size:
             raise ValueError(f"concurrency {self.concurrency} does not let one group of {self.group_size} out")
@@ -163,8 +168,9 @@ class RolloutExecutor:
     def stream(self, prompts: PromptSource) -> GroupStream:
         """Finished groups, as they finish. May be left by `break` and iterated again, or asked for again.
 
-        A group counts towards admission until it is passed to `mark_trained`, in a Batch of the caller's making.
-        Raises StreamBusy while another prompt source is not used up.
+        Groups taken count towards admission for good, as those of batches do: the caller trains them, and tells
+        `mark_trained` (in a Batch of its own making) and `on_published`. Where nobody trains, `max_staleness` None
+        lets the stream go on without new weights. Raises StreamBusy while another prompt source is not used up.
         """
         self._attach(prompts, first_step=1)
         return GroupStream(lambda: self._next(self._take_group))
@@ -172,19 +178,24 @@ class RolloutExecutor:
     def batches(self, prompts: PromptSource, *, first_step: int = 1) -> BatchStream:
         """Batches for optimizer steps `first_step`, `first_step + 1`, ... until the prompts are used up.
 
-        Generation begins with the first publication; or when the first batch is asked for, since somebody who
-        trains has the weights of step `first_step - 1`. Asked for again with the same prompts it goes on where it
+        Generation begins when the first weights are in service; or when the first batch is asked for, since somebody
+        who trains has the weights of step `first_step - 1`. Asked for again with the same prompts it goes on where it
         was, whatever `first_step` says. Raises StreamBusy while another prompt source is not used up.
         """
         self._attach(prompts, first_step=first_step)
         return BatchStream(lambda: self._next(self._take_batch))
 
     def on_published(self, step: int) -> None:
-        """Weights of optimizer step `step` are published: admit more groups, give up those too old to be trained."""
+        """Every engine in service has weights of optimizer step `step` or newer: admit more groups, give up those too
+        old to be trained.
+        """
         self._gate.published(step)
+        max_staleness = self._options.max_staleness
         for group in list(self._in_flight.values()):
             oldest = group.oldest_version
-            if oldest is not None and step - self._version_steps(oldest) > self._options.max_staleness:
+            if max_staleness is None or oldest is None:
+                continue
+            if step - self._version_steps(oldest) > max_staleness:
                 group.cancel(GroupEnd("dropped", "stale"))
         self._wake()
 
@@ -331,7 +342,7 @@ class RolloutExecutor:
             with anyio.move_on_after(self._options.publish_timeout_s if starved else math.inf) as waiting:
                 await self._changed.wait()
             if waiting.cancelled_caught:
-                waited_for = f"weights newer than those of step {self._gate.published_step}"
+                waited_for = f"weights in service newer than those of step {self._gate.published_step}"
                 raise WaitTimeout(
                     f"no {waited_for} within {self._options.publish_timeout_s} s; {self.account.buffered} groups are "
                     f"buffered or handed out and not marked trained",
@@ -339,12 +350,16 @@ class RolloutExecutor:
                 )
 
     def _take_group(self) -> Group | None:
-        return self._buffer.take(self._gate.published_step or 0)
+        group = self._buffer.take(self._gate.published_step or 0)
+        if group is not None:
+            self._gate.hand_out(1)
+        return group
 
     def _take_batch(self) -> Batch | None:
         batch = self._buffer.take_batch(self._next_step, self._options.groups_per_step)
         if batch is not None:
             self._next_step += 1
+            self._gate.hand_out(len(batch.groups))
         return batch
 
     def _wake(self) -> None:

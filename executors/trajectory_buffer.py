@@ -15,7 +15,7 @@ from executors.trajectory import Batch, Group
 class TrajectoryBuffer:
     """A queue of finished groups, bounded by the admission gate in front of it."""
 
-    def __init__(self, *, max_staleness: int, on_stale: Callable[[Group], None]) -> None:
+    def __init__(self, *, max_staleness: int | None, on_stale: Callable[[Group], None]) -> None:
         self._max_staleness = max_staleness
         self._on_stale = on_stale
         self._groups: list[tuple[int, int, Group]] = []
@@ -47,6 +47,8 @@ class TrajectoryBuffer:
         return Batch(groups=groups, step=step, staleness=tuple(steps_done - g.sampled_step for g in groups))
 
     def _drop_stale(self, steps_done: int) -> None:
+        if self._max_staleness is None:
+            return
         while self._groups and steps_done - self._groups[0][0] > self._max_staleness:
             self._on_stale(heapq.heappop(self._groups)[2])
 

@@ -80,7 +80,7 @@ class Chaos:
 
 def check_batch(world: World, batch: Batch) -> None:
     for group, staleness in zip(batch.groups, batch.staleness, strict=True):
-        assert 0 <= staleness <= world.options.max_staleness
+        assert 0 <= staleness <= (world.options.max_staleness or 0)
         assert len(group.trajectories) == world.options.group_size
         for trajectory in group.trajectories:
             assert_bit_for_bit(trajectory, 8)

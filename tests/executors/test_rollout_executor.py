@@ -107,6 +107,19 @@ async def test_a_reader_needs_no_publication(tmp_path: Path) -> None:
 
 
 @virtual_time
+@pytest.mark.parametrize("kind", ["stream", "batches"])
+async def test_without_a_trainer_generation_keeps_pace_with_the_reader(tmp_path: Path, kind: str) -> None:
+    """Fails when `_take_group` or `_take_batch` hands out nothing to the gate: the reader would wait for weights."""
+    async with World(tmp_path, max_staleness=None, groups_per_step=2) as world:
+        taken = 0
+        async for item in getattr(world.executor, kind)(Prompts(40)):
+            taken += len(item.groups) if isinstance(item, Batch) else 1
+            await anyio.sleep(50)
+            assert world.executor.account.dispatched == min(taken + 2 * 2, 40)
+        assert taken == 40
+
+
+@virtual_time
 async def test_staleness_zero_is_on_policy(tmp_path: Path) -> None:
     async with World(tmp_path, max_staleness=0) as world:
         stream = world.executor.batches(Prompts(None))
@@ -381,7 +394,7 @@ async def test_reader_without_new_weights_is_told_what_it_waits_for(tmp_path: Pa
     async with World(tmp_path, max_staleness=0, publish_timeout_s=30) as world:
         stream = world.executor.batches(Prompts(None))
         world.executor.mark_trained(await anext(stream))
-        with pytest.raises(WaitTimeout, match="newer than those of step 0"):
+        with pytest.raises(WaitTimeout, match="in service newer than those of step 0"):
             await anext(stream)
 
 

@@ -56,3 +56,20 @@ async def test_woken_by_a_publication_and_by_an_untrained_group() -> None:
             await anyio.sleep(1)
             act(gate)
         assert gate.is_open()
+
+
+@virtual_time
+async def test_without_a_bound_the_reader_makes_room() -> None:
+    """Fails when `hand_out` counts groups nobody will train."""
+    gate = AdmissionGate(max_staleness=None, groups_per_step=2)
+    gate.start_lineage(10)
+    gate.published(10)
+    for _ in range(4):
+        assert gate.is_open()
+        gate.take()
+    assert not gate.is_open()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(gate.changed)
+        await anyio.sleep(1)
+        gate.hand_out(1)
+    assert gate.is_open()
