@@ -23,8 +23,10 @@ class LinkError(Exception):
 def open_agent(name: str) -> Any:
     """A NIXL agent with UCX and no progress thread. Whoever made it must poll it."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
-    from nixl._api import nixl_agent, nixl_agent_config
-
+    try:
+        from nixl._api import nixl_agent, nixl_agent_config
+    except ImportError as error:
+        raise LinkError(f"NIXL cannot be imported: {error}") from error
     with link_errors("create an agent"):
         return nixl_agent(name, nixl_agent_config(backends=["UCX"], enable_prog_thread=False))
 

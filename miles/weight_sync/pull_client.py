@@ -46,7 +46,7 @@ class Header:
 
 @dataclass(slots=True)
 class Quarantined:
-    """A READ without an end, and the memory that it may still write."""
+    """A READ, and the memory that it may still write. `handle` is None before it is posted."""
 
     handle: Any
     memory: torch.Tensor
@@ -86,7 +86,7 @@ class PullClient:
         return time.monotonic() + timeout_s
 
     def read_header(self, endpoint: Endpoint, deadline: float) -> Header:
-        """READ a rank's header. Raises TornRead when it is not one, PullError when the rank cannot be reached."""
+        """READ a rank's header. Raises TornRead when it is not one, PullError when NIXL or the rank is not there."""
         if self._header.nbytes != endpoint.header_bytes:
             self._header = torch.zeros(endpoint.header_bytes // 8, dtype=torch.int64)
         self._register(self._header)
@@ -131,21 +131,31 @@ class PullClient:
         self._destroy()
 
     def _open(self) -> None:
-        self._agent = self._make_agent(f"{self._name}-{uuid.uuid4().hex}")
+        try:
+            self._agent = self._make_agent(f"{self._name}-{uuid.uuid4().hex}")
+        except LinkError as error:
+            raise PullError(str(error)) from error
         self.agents_made += 1
 
     def _destroy(self) -> None:
-        """Fence everything in flight: with the agent gone nothing can be written any more."""
-        self._quarantine.clear()
+        """Fence everything in flight: with the agent gone nothing can be written any more, and memory may go too."""
+        for item in self._quarantine:
+            item.handle = None  # it holds the agent
         self._registered.clear()
         self._peers.clear()
         self._agent = None
         gc.collect()
+        self._quarantine.clear()
 
     def _register(self, memory: torch.Tensor) -> None:
+        if self._agent is None:  # one could not be made in place of one that was destroyed
+            self._open()
         if memory.data_ptr() not in self._registered:
-            with link_errors("register memory"):
-                self._registered[memory.data_ptr()] = self._agent.register_memory([memory])
+            try:
+                with link_errors("register memory"):
+                    self._registered[memory.data_ptr()] = self._agent.register_memory([memory])
+            except LinkError as error:
+                raise PullError(str(error)) from error
 
     def _peer(self, endpoint: Endpoint) -> str:
         if endpoint.agent not in self._peers:
@@ -166,44 +176,54 @@ class PullClient:
         renew: Callable[[], None],
     ) -> None:
         """One READ, to its end or to the deadline. Whatever ends otherwise than DONE takes `target` out of use."""
-        handle: Any = None
+        read, failure = Quarantined(None, target), None
         try:
             with link_errors(f"READ from {endpoint.agent}"):
-                agent = self._agent
-                peer = self._peer(endpoint)
-                handle = agent.initialize_xfer(
-                    "READ",
-                    agent.get_xfer_descs(local, local_memory),
-                    agent.get_xfer_descs(remote, remote_memory),
-                    peer,
-                )
-                state = agent.transfer(handle)
-                posted = nudge_at = time.monotonic()
-                while state == "PROC":
-                    now = time.monotonic()
-                    if now >= nudge_at:
-                        # Where the network needs the source's help (TCP, a new connection): its pump speeds up.
-                        agent.send_notif(peer, b"reading")
-                        nudge_at = now + _NUDGE_EVERY_S
-                    if now > deadline:
-                        raise LinkError(f"a READ from {endpoint.agent} has not ended by its deadline")
-                    renew()
-                    time.sleep(0 if now - posted < _SPIN_S else _POLL_S)
-                    state = agent.check_xfer_state(handle)
-                if state != "DONE":
-                    raise LinkError(f"a READ from {endpoint.agent} ended as {state}")
-                agent.release_xfer_handle(handle)
+                self._finish(read, endpoint, (local, local_memory), (remote, remote_memory), deadline, renew)
         except LinkError as error:
-            self._set_aside(handle, target)
-            raise PullError(str(error)) from error
+            failure = error
+            _drop_frames(failure)
+        if failure is not None:
+            self._set_aside(read)
+            raise PullError(str(failure)) from failure
 
-    def _set_aside(self, handle: Any, target: torch.Tensor) -> None:
+    def _finish(
+        self,
+        read: Quarantined,
+        endpoint: Endpoint,
+        local: tuple[list[tuple[int, int, int]], str],
+        remote: tuple[list[tuple[int, int, int]], str],
+        deadline: float,
+        renew: Callable[[], None],
+    ) -> None:
+        """Post a READ and see it to its end. Raises LinkError for any but DONE, and at the deadline."""
+        agent = self._agent
+        peer = self._peer(endpoint)
+        read.handle = agent.initialize_xfer("READ", agent.get_xfer_descs(*local), agent.get_xfer_descs(*remote), peer)
+        state = agent.transfer(read.handle)
+        posted = nudge_at = time.monotonic()
+        while state == "PROC":
+            now = time.monotonic()
+            if now >= nudge_at:
+                # Where the network needs the source's help (TCP, a new connection): its pump speeds up.
+                agent.send_notif(peer, b"reading")
+                nudge_at = now + _NUDGE_EVERY_S
+            if now > deadline:
+                raise LinkError(f"a READ from {endpoint.agent} has not ended by its deadline")
+            renew()
+            time.sleep(0 if now - posted < _SPIN_S else _POLL_S)
+            state = agent.check_xfer_state(read.handle)
+        if state != "DONE":
+            raise LinkError(f"a READ from {endpoint.agent} ended as {state}")
+        agent.release_xfer_handle(read.handle)
+
+    def _set_aside(self, read: Quarantined) -> None:
         """Take the target of a READ that did not end well out of use, within the byte budget."""
         self._reap()
-        if handle is not None:
-            self._quarantine.append(Quarantined(handle, target))
-            if target is self._header:
-                self._header = torch.zeros_like(target)
+        if read.handle is not None:
+            self._quarantine.append(read)
+            if read.memory is self._header:
+                self._header = torch.zeros_like(read.memory)
             else:
                 self._staging.replace()
         if self.quarantined_bytes > self._quarantine_bytes:
@@ -234,6 +254,13 @@ class PullClient:
                     self._agent.deregister_memory(registered)
         except LinkError:
             self._registered.pop(item.memory.data_ptr(), None)  # gone with its peer
+
+
+def _drop_frames(error: BaseException | None) -> None:
+    """Let go of the frames of an error and its causes: they hold the agent, which then would outlive `_destroy`."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
 
 
 def _nothing() -> None:

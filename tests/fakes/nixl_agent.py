@@ -16,8 +16,9 @@ Rows = list[tuple[int, int, int]]
 
 @dataclass
 class FakeRead:
-    """One READ. It has landed once a state other than PROC was given out."""
+    """One READ. It has landed once a state other than PROC was given out. Holds its agent, as NIXL's handles do."""
 
+    agent: FakeNixlAgent
     local: Rows
     remote: Rows
     states: deque[str]
@@ -57,7 +58,7 @@ class FakeNixlAgent:
         return rows
 
     def initialize_xfer(self, operation: str, local: Rows, remote: Rows, peer: str) -> FakeRead:
-        return FakeRead(local, remote, deque(self.states.popleft() if self.states else ["DONE"]))
+        return FakeRead(self, local, remote, deque(self.states.popleft() if self.states else ["DONE"]))
 
     def transfer(self, read: FakeRead) -> str:
         if self.raises:

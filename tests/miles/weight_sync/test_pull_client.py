@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import gc
 import time
+import weakref
 from collections import deque
 
 import pytest
@@ -30,6 +32,7 @@ class Bench:
         self.arena.stage(0, 1, ranks.ranks[0].shards())
         self.staging = Staging(full_layout([self.arena.layout]), torch.device("cpu"))
         self.agents: list[FakeNixlAgent] = []
+        self.unavailable = False
         self.client = PullClient("reader", self.staging, 1 << 20, quarantine_bytes, self.make_agent)
         self.endpoint = Endpoint(
             agent="trainer-0",
@@ -44,6 +47,8 @@ class Bench:
         self.renewed = 0
 
     def make_agent(self, name: str) -> FakeNixlAgent:
+        if self.unavailable:
+            raise LinkError("create an agent: no such backend")
         self.agents.append(FakeNixlAgent(name))
         return self.agents[-1]
 
@@ -113,6 +118,47 @@ def test_over_its_budget_the_agent_is_destroyed_and_another_name_takes_its_place
     b.read()
     assert b.whole()
     assert b.agents[1].peers == ["trainer-0"]
+
+
+def test_quarantined_memory_outlives_the_agent_that_may_write_it() -> None:
+    """Fails if PullClient._destroy clears the quarantine first, leaves handles, or runs while error frames are held."""
+    b = Bench(quarantine_bytes=0)
+    b.agents[0].states.append(["PROC"])
+    memory = weakref.ref(b.staging.flat)
+    seen: list[bool] = []
+    weakref.finalize(b.agents.pop(), lambda: seen.append(memory() is not None))
+    with pytest.raises(PullError):
+        b.read(timeout_s=0.0)
+    assert seen == [True]
+    assert b.client.agents_made == 2
+    gc.collect()
+    assert memory() is None
+
+
+def test_without_nixl_a_pull_fails_and_a_later_one_tries_again() -> None:
+    """The disk fallback follows PullErrors. Fails if LinkError is let through by PullClient._open or _register."""
+    b = Bench(quarantine_bytes=0)
+    b.unavailable = True
+    with pytest.raises(PullError, match="no such backend"):
+        PullClient("other", b.staging, 1 << 20, 0, b.make_agent)
+    b.agents[0].states.append(["PROC"])
+    for _ in range(2):
+        with pytest.raises(PullError, match="no such backend"):
+            b.read(timeout_s=0.0)
+    b.unavailable = False
+    b.read()
+    assert b.whole()
+
+
+def test_memory_that_cannot_be_registered_is_a_failed_pull(monkeypatch: pytest.MonkeyPatch) -> None:
+    b = Bench()
+
+    def refuse(tensors: list[torch.Tensor]) -> None:
+        raise type("nixlBackendError", (Exception,), {"__module__": "nixl_cu12._bindings"})("locked memory limit")
+
+    monkeypatch.setattr(b.agents[0], "register_memory", refuse)
+    with pytest.raises(PullError, match="locked memory limit"):
+        b.read()
 
 
 def test_a_read_that_ends_in_an_error_is_a_failed_pull() -> None:
