@@ -244,10 +244,11 @@ class Scheduler:
         candidates: list[Candidate] = []
         taken = set()
         skipped: list[Request] = []
+        claimed = 0  # tokens of the candidates: reserved only once a prefill of them starts
         free = self._running.free - (len(self._prefill.requests) if self._prefill else 0)
         while self._queue and free > len(candidates) + len(skipped):
             request = self._queue[0]
-            if self._reserved + request.reserved_tokens > self._max_total_tokens:
+            if self._reserved + claimed + request.reserved_tokens > self._max_total_tokens:
                 break
             self._queue.popleft()
             known = request.tokens[:-1]
@@ -262,6 +263,7 @@ class Scheduler:
                 skipped.append(request)
                 continue
             taken.add(key)
+            claimed += request.reserved_tokens
             candidates.append(Candidate(request, held, segments))
         if candidates:
             group = choose_group(candidates, self._chunk)

@@ -200,6 +200,19 @@ async def test_the_token_budget_holds_requests_back(model: Decoder) -> None:
     assert second.tokens == first.tokens[:20]
 
 
+async def test_requests_of_one_round_share_the_token_budget(model: Decoder) -> None:
+    """Fails when `_admit` does not count its candidates: both prompts, unlike and new, would go into one prefill."""
+    async with InProcess(model, max_total_tokens=100) as engine:
+        await engine.scheduler.pause("in_place")
+        first, second = engine.submit([5, 6], 60), engine.submit([7, 8], 60)
+        await engine.scheduler.resume()
+        await first.until(20)
+        assert engine.scheduler.held_tokens <= 100
+        assert (engine.scheduler.queued, second.tokens) == (1, [])
+        await first.ended.wait()
+        await second.ended.wait()
+
+
 async def test_sampled_logprobs_are_of_the_scaled_distribution(model: Decoder) -> None:
     async with InProcess(model) as engine:
         hot = engine.submit([5, 6, 7], 20, sampling=Sampling(1.3))
