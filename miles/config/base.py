@@ -1,6 +1,6 @@
 """What every section of the YAML is made of: a frozen pydantic model that refuses unknown keys and loose types.
 
-The sentence under each field is its documentation (`model_json_schema` and `miles check` read it from there).
+The sentence under each field is its documentation (`miles.config.reference` writes the page from it).
 A check that involves several keys raises `KeyProblem`, which names the key that is to be changed.
 """
 

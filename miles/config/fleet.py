@@ -69,7 +69,9 @@ class EnginesConfig(Section):
     """How long a start may take until the server answers."""
 
     sync_timeout_s: Seconds = 120.0
-    """How long a started engine may take until it has proven its first weights."""
+    """How long a started engine may take until it has proven its first weights, and a serving one for an update.
+
+    A drain waits that long for an update under way."""
 
     stop_grace_s: Seconds = 5.0
     """Time between the polite signal and the kill when an engine is stopped."""

@@ -55,8 +55,8 @@ class TrainerConfig(Section):
     data_parallel: OnlyOne = 1
     """Copies of the model that share a batch."""
 
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the parameters."""
+    dtype: Literal["float32"] = "float32"
+    """Type of the parameters; this version has no other."""
 
     threads: PositiveInt = 1
     """CPU threads of each rank."""

@@ -82,6 +82,7 @@ def test_a_number_that_is_none_names_its_key(minimal: Path) -> None:
         ("weight_sync.max_updating=3", "weight_sync.max_updating: must be at most engines.count (2), or null, got 3"),
         ("weight_sync.transport=rtd", "weight_sync.transport: unknown transport 'rtd'; did you mean 'rdt'?"),
         ("trainer.tensor_parallel=2", "trainer.tensor_parallel: only 1 is supported by this version, got 2"),
+        ("trainer.dtype=bfloat16", "trainer.dtype: must be 'float32', got 'bfloat16'"),
         ("algorithm.clip=[0.2]", "algorithm.clip: has too few entries, got [0.2]"),
         ("algorithm.clip=[0.2, 0.3, 0.4]", "algorithm.clip: has too many entries, got [0.2, 0.3, 0.4]"),
         ("algorithm.clip=0.2", "algorithm.clip: must be a list, got 0.2"),
