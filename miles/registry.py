@@ -1,6 +1,6 @@
 """Names in the configuration that stand for code: a built-in's name, or `package.module:function`.
 
-Data sources and rewards look their names up here, so that both report a wrong one in the same words.
+Data sources, rewards, advantages and losses look theirs up here, so that all report a wrong one in the same words.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import difflib
 import importlib
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TypeVar
 
 from controllers.errors import ConfigError
@@ -33,18 +33,24 @@ def resolve(key: str, name: str, builtin: Mapping[str, T]) -> T | object:
 
     Raises ConfigError, naming `key` and quoting `name`, when there is none, or when importing its module fails.
     """
+    check_name(key, name, builtin)
+    return builtin[name] if name in builtin else _import_attribute(key, name)
+
+
+def check_name(key: str, name: str, builtin: Collection[str]) -> None:
+    """Raise the ConfigError of `resolve` for a name that is neither built-in nor a path, without importing anything."""
     if name in builtin:
-        return builtin[name]
+        return
     if ":" not in name:
         hint = did_you_mean(name, builtin)
         raise ConfigError(f"{key}: unknown name {name!r}{hint} (or package.module:function)", key=key)
-    return _import_attribute(key, name)
+    module_name, _, attribute = name.partition(":")
+    if not module_name or not attribute:
+        raise ConfigError(f"{key}: {name!r} is not of the form package.module:function", key=key)
 
 
 def _import_attribute(key: str, name: str) -> object:
     module_name, _, attribute = name.partition(":")
-    if not module_name or not attribute:
-        raise ConfigError(f"{key}: {name!r} is not of the form package.module:function", key=key)
     if os.getcwd() not in sys.path:
         # The console script does not look there, and a person's reward lies next to their config. Last, so that no
         # file of theirs takes the place of an installed module.

@@ -6,13 +6,12 @@ A loss function maps per-token tensors to per-token tensors: see `miles.algorith
 
 from __future__ import annotations
 
-import difflib
-import importlib
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from controllers.errors import ConfigError
+from miles.registry import check_name, resolve
 
 ADVANTAGES: Mapping[str, str] = MappingProxyType(
     {
@@ -23,33 +22,21 @@ ADVANTAGES: Mapping[str, str] = MappingProxyType(
 LOSSES: Mapping[str, str] = MappingProxyType({"clipped": "miles.algorithms.losses:clipped"})
 
 
-def resolve(kind: str, name: str) -> str:
-    """The `module:function` path behind a name; `kind` is `advantage` or `loss`. Imports nothing.
+_KNOWN = {"advantage": ADVANTAGES, "loss": LOSSES}
 
-    Raises ConfigError for a name that is neither known nor a path, with the nearest known one.
+
+def check(kind: str, name: str) -> None:
+    """Raise ConfigError for a name that is neither known nor a path; `kind` is `advantage` or `loss`.
+
+    Imports nothing: whether a path leads somewhere shows when it is loaded.
     """
-    known = {"advantage": ADVANTAGES, "loss": LOSSES}[kind]
-    if name in known:
-        return known[name]
-    module, separator, function = name.partition(":")
-    if separator and module and function:
-        return name
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ConfigError(
-        f"algorithm.{kind} {name!r} is none of {', '.join(known)} and not package.module:function{hint}",
-        key=f"algorithm.{kind}",
-    )
+    check_name(f"algorithm.{kind}", name, _KNOWN[kind])
 
 
 def load(kind: str, name: str) -> Callable[..., Any]:
-    """The function behind a name. Raises ConfigError when it cannot be imported."""
-    module, _, attribute = resolve(kind, name).partition(":")
-    try:
-        function = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"algorithm.{kind} {name!r} cannot be imported: {error}", key=f"algorithm.{kind}") from error
-    if not callable(function):
-        raise ConfigError(f"algorithm.{kind} {name!r} is not a function", key=f"algorithm.{kind}")
-    result: Callable[..., Any] = function
-    return result
+    """The function behind a name. Raises ConfigError for an unknown one, or when it cannot be imported."""
+    check(kind, name)
+    found = resolve(f"algorithm.{kind}", _KNOWN[kind].get(name, name), {})
+    if not callable(found):
+        raise ConfigError(f"algorithm.{kind}: {name!r} is not a function", key=f"algorithm.{kind}")
+    return found

@@ -67,10 +67,10 @@ def _check_names(config: RunConfig) -> None:
     if transport not in transports:
         problem = f"unknown transport {transport!r}{did_you_mean(transport, transports)}"
         raise ConfigError(f"weight_sync.transport: {problem}", key="weight_sync.transport")
-    algorithms.resolve("advantage", config.algorithm.advantage)
+    algorithms.check("advantage", config.algorithm.advantage)
     if config.algorithm.advantage in algorithms.ADVANTAGES:
         _check_arguments(algorithms.load("advantage", config.algorithm.advantage), config.algorithm.advantage_options)
-    algorithms.resolve("loss", config.algorithm.loss)
+    algorithms.check("loss", config.algorithm.loss)
     if ":" not in config.reward:
         load_reward(config.reward)
 

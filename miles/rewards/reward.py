@@ -1,7 +1,8 @@
 """What `reward` in the configuration names: a built-in, or a person's own `package.module:function`.
 
 A reward is `f(prompt, response, label, **extra) -> float | None`, plain or `async`; None abstains. `extra` are the
-other fields of the prompt's row, as far as the function takes them. `miles check` and the scorer call `load_reward`.
+other fields of the prompt's row, as far as the function takes them. `miles check` calls `load_reward` for a built-in
+name only, the assembly and every reward worker for any.
 """
 
 from __future__ import annotations

@@ -54,8 +54,9 @@ def test_names_and_paths_resolve() -> None:
     ("name", "said"),
     [
         ("gpro", "did you mean 'grpo'"),
-        ("no_such_module_x:f", "cannot be imported"),
-        ("math:no_such_function", "cannot be imported"),
+        ("math:", "not of the form package.module:function"),
+        ("no_such_module_x:f", "cannot import 'no_such_module_x'"),
+        ("math:no_such_function", "has no 'no_such_function'"),
         ("math:pi", "is not a function"),
     ],
 )

@@ -84,6 +84,7 @@ def test_jsonl_names_a_wrong_field(config_file: Path, tmp_path: Path) -> None:
         ("data.options={digit: 3}", ("data.options.digit", "digits")),
         ("reward=exact_mach", ("reward", "'exact_mach'", "exact_match")),
         ("algorithm.advantage=grop", ("algorithm.advantage", "'grop'", "grpo")),
+        ("algorithm.advantage=:grpo", ("algorithm.advantage", "':grpo'", "package.module:function")),
         ("algorithm.advantage_options={scale: 1}", ("algorithm.advantage_options.scale", "scale_by_std")),
         ("algorithm.loss=cliped", ("algorithm.loss", "'cliped'", "clipped")),
     ],
