@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from controllers.errors import ConfigError
-
-SUPPORTED_ARCHITECTURES: tuple[str, ...] = ("Qwen3ForCausalLM",)
-"""What the trainer and the embedded engine can run, as `config.json` names it."""
+from miles.models.architecture import architecture_of, unsupported
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -35,19 +33,20 @@ class ModelInfo:
 def inspect_model_folder(path: Path) -> ModelInfo:
     """Check that a folder can be trained and say what is in it.
 
-    Raises ConfigError for: no folder, no config.json, an unsupported architecture, no safetensors weights or a file of
+    Raises ConfigError for: no folder, no config.json, an unsupported model, no safetensors weights or a file of
     them that is missing or cut short, no tokenizer.json.
     """
     if not path.is_dir():
         raise _fault(path, "is not a folder")
     config = _read_config(path)
-    architecture = _architecture(path, config)
+    if (problem := unsupported(config)) is not None:
+        raise _fault(path, problem)
     vocab_size = _positive(path, config, "vocab_size")
     context_length = _positive(path, config, "max_position_embeddings")
     parameters = sum(_count_parameters(path, file) for file in _weight_files(path))
     if not (path / "tokenizer.json").is_file():
         raise _fault(path, "has no tokenizer.json")
-    return ModelInfo(architecture, vocab_size, context_length, parameters)
+    return ModelInfo(architecture_of(config), vocab_size, context_length, parameters)
 
 
 def _fault(path: Path, problem: str) -> ConfigError:
@@ -68,15 +67,6 @@ def _read_object(path: Path, name: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise _fault(path, f"has a {name} that does not hold a JSON object")
     return content
-
-
-def _architecture(path: Path, config: Mapping[str, Any]) -> str:
-    named = config.get("architectures")
-    architecture = str(named[0]) if isinstance(named, list) and named else "none"
-    if architecture not in SUPPORTED_ARCHITECTURES:
-        supported = ", ".join(SUPPORTED_ARCHITECTURES)
-        raise _fault(path, f"is of architecture {architecture!r}; supported: {supported}")
-    return architecture
 
 
 def _positive(path: Path, config: Mapping[str, Any], key: str) -> int:

@@ -14,9 +14,10 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from controllers.errors import ConfigError
+from miles.models.architecture import ARCHITECTURES
 from miles.trainer.modules import LocalRMSNorm, LocalRotary, SdpaCoreAttention
 
-SUPPORTED_MODELS = ("qwen3", "qwen2", "llama")
+SUPPORTED_MODELS = tuple(ARCHITECTURES.values())
 SUPPORTED_ROPE = ("default", "llama3")
 
 

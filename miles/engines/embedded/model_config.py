@@ -1,4 +1,4 @@
-"""What the decoder needs of a Hugging Face config.json. Refuses, by name, whatever the decoder does not compute.
+"""What the decoder needs of a Hugging Face config.json. What it does not compute is refused by name.
 
 Attribute names are the Hugging Face ones: custom weight loaders read `model.config` as they do in SGLang.
 """
@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from controllers.errors import ConfigError
-
-ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM")
+from miles.models.architecture import architecture_of, rope_of, unsupported
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +51,15 @@ def read_model_config(folder: Path) -> ModelConfig:
         raise ConfigError(f"--model-path {str(folder)!r}: config.json is not JSON ({error})") from error
     if not isinstance(values, dict):
         raise ConfigError(f"--model-path {str(folder)!r}: config.json does not hold an object")
+    if (problem := unsupported(values)) is not None:
+        raise ConfigError(f"--model-path {str(folder)!r} {problem}")
     generation = folder / "generation_config.json"
     eos = json.loads(generation.read_text()).get("eos_token_id") if generation.exists() else None
     return _from_values(values, eos)
 
 
 def _from_values(values: Mapping[str, Any], generation_eos: object) -> ModelConfig:
-    architecture = (values.get("architectures") or ["none"])[0]
-    if architecture not in ARCHITECTURES:
-        raise ConfigError(f"architecture {architecture!r} is not supported; the engine has {', '.join(ARCHITECTURES)}")
-    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    _refuse_what_differs(values, rope)
+    architecture, rope = architecture_of(values), rope_of(values)
     heads = values["num_attention_heads"]
     return ModelConfig(
         architecture=architecture,
@@ -83,22 +80,6 @@ def _from_values(values: Mapping[str, Any], generation_eos: object) -> ModelConf
         initializer_range=values.get("initializer_range", 0.02),
         eos_token_ids=tuple(sorted({*_token_ids(values.get("eos_token_id")), *_token_ids(generation_eos)})),
     )
-
-
-def _refuse_what_differs(values: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    refused = {
-        "rope_type": kind not in ("default",),
-        "hidden_act": values.get("hidden_act", "silu") != "silu",
-        "attention_bias": bool(values.get("attention_bias")),
-        "mlp_bias": bool(values.get("mlp_bias")),
-        "use_sliding_window": bool(values.get("use_sliding_window")),
-        "quantization_config": bool(values.get("quantization_config")),
-    }
-    for key, is_refused in refused.items():
-        if is_refused:
-            value = kind if key == "rope_type" else values[key]
-            raise ConfigError(f"config.json: {key}={value!r} is not supported by the embedded engine")
 
 
 def _token_ids(value: object) -> tuple[int, ...]:

@@ -159,7 +159,7 @@ def test_a_folder_without_weights_is_named(tmp_path: Path, model_folder: Path) -
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, "'MambaForCausalLM' is not supported; the engine has Qwen3"),
+        ({"architectures": ["MambaForCausalLM"]}, "'MambaForCausalLM'; supported: Qwen3"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type='yarn'"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"use_sliding_window": True}, "use_sliding_window=True"),

@@ -35,7 +35,7 @@ def test_a_port_is_taken_before_the_model_is_read() -> None:
 @pytest.mark.parametrize(
     ("change", "arguments", "message"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, [], "'MambaForCausalLM' is not supported"),
+        ({"architectures": ["MambaForCausalLM"]}, [], "is of architecture 'MambaForCausalLM'; supported: Qwen3"),
         ({}, [], "holds no weights"),
         ({}, ["--context-length", "9999"], "--context-length 9999 exceeds"),
         ({"dtype": "float8"}, [], "dtype='float8'"),
