@@ -75,10 +75,10 @@ class PromptSource(Protocol):
 
     @property
     def position(self) -> int:
-        """How many prompts have been handed out: what the journal keeps as the data cursor."""
+        """How many prompts have been handed out, those before a resume included: the journal's data cursor."""
 
     def next(self) -> Prompt | None:
-        """The next prompt, or None when there are no more."""
+        """The next prompt; None when there are no more, however often it is asked."""
 
 
 class RewardScorer(Protocol):

@@ -70,7 +70,10 @@ def check_source(
     eval_fraction: float = 0.1,
     options: Mapping[str, Any] | None = None,
 ) -> None:
-    """Raise the ConfigError that `open_source` would. A person's own source is imported, but not opened."""
+    """Raise the ConfigError that `open_source` would. A person's own source is imported, but not opened.
+
+    `miles check` asks for built-in sources only, so as to import nothing of a person's.
+    """
     _factory(name)
     if name in _BUILTIN:
         open_source(

@@ -1,6 +1,6 @@
 """What a run needs of its data, as Protocols, and the cursor that every source of ours shares.
 
-Invariant: what stands at a position depends on the source's settings and seed alone, so that a resumed run seeks to
+Invariant: what stands at a position depends on the source's settings and seed alone, so that a resumed run starts at
 its position and goes on with the prompts it would have had. The held-out prompts appear in none of the others.
 """
 
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from controllers.errors import ConfigError
+from executors.ports import PromptSource
 from executors.trajectory import Prompt
 
 TokenPair = tuple[tuple[int, ...], tuple[int, ...]]
@@ -25,19 +26,6 @@ class TextEncoder(Protocol):
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Ids of a text; nothing is added at either end."""
-
-
-class PromptSource(Protocol):
-    """Prompts in order. `position` is the index of the one that `next` gives next."""
-
-    @property
-    def position(self) -> int: ...
-
-    def next(self) -> Prompt | None:
-        """The prompt at `position`, which then advances; None at the end, however often it is asked."""
-
-    def seek(self, position: int) -> None:
-        """Go to a position. Raises ValueError below 0."""
 
 
 class DataSource(Protocol):
@@ -57,12 +45,16 @@ class DataSource(Protocol):
 
 
 class PromptCursor:
-    """A PromptSource over a function from positions to prompts, which answers None past the end."""
+    """A PromptSource over a function from positions to prompts, which answers None past the end.
+
+    `position` is the index of the prompt that `next` gives next. Raises ValueError for a start below 0.
+    """
 
     def __init__(self, prompt_at: Callable[[int], Prompt | None], *, start: int = 0) -> None:
+        if start < 0:
+            raise ValueError(f"a position is at least 0, not {start}")
         self._prompt_at = prompt_at
-        self._position = 0
-        self.seek(start)
+        self._position = start
 
     @property
     def position(self) -> int:
@@ -73,11 +65,6 @@ class PromptCursor:
         if prompt is not None:
             self._position += 1
         return prompt
-
-    def seek(self, position: int) -> None:
-        if position < 0:
-            raise ValueError(f"a position is at least 0, not {position}")
-        self._position = position
 
 
 def completion_ids(encoder: TextEncoder, label: str) -> tuple[int, ...]:

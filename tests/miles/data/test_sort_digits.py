@@ -35,17 +35,16 @@ def test_prompts_follow_from_the_seed() -> None:
     assert _take(_source(seed=3), 50) != _take(_source(seed=4), 50)
 
 
-def test_a_source_that_seeks_goes_on_as_if_it_had_never_stopped() -> None:
+def test_a_source_that_starts_later_goes_on_as_if_it_had_never_stopped() -> None:
     whole = _take(_source(), 30)
     assert _take(_source(), 10, start=20) == whole[20:]
-    prompts = _source().train()
-    prompts.seek(7)
+    prompts = _source().train(start=7)
     assert prompts.position == 7
     prompt = prompts.next()
     assert prompt is not None and (prompt.index, prompt.text) == (7, whole[7])
     assert prompts.position == 8
     with pytest.raises(ValueError, match="at least 0"):
-        prompts.seek(-1)
+        _source().train(start=-1)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
