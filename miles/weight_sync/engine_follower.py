@@ -2,7 +2,7 @@
 
 Invariant: from the pause on, an engine either resumes with votes of all ranks for one version, or is failed (and
 restarted by the controller). It is never resumed after an install that was not proven: its weights may be torn.
-Shielded from cancellation during the pause, which is bounded by deadlines, so that a shutdown leaves no engine paused.
+A pause that is under way when the follower is cancelled may still end well, for a short time; then it is given up.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from controllers.errors import (
 )
 from controllers.ports import Engine
 from controllers.weight_versions import WeightVersion
-from miles.weight_sync.messages import PROTOCOL, Install, PullFailed, encode
+from miles.weight_sync.messages import PROTOCOL, Install, Installed, PullFailed, encode
 from miles.weight_sync.options import WeightSyncOptions, WeightSyncStatistics
 from miles.weight_sync.ports import Controller
 from miles.weight_sync.session import EngineSession
@@ -32,6 +32,8 @@ from miles.weight_sync.session import EngineSession
 LOADER = "miles.weight_sync.agent.load"
 _FAILURES_BEFORE_FALLBACK = 2
 _FAILURES_BEFORE_GIVING_UP = 4
+_CANCELLED_PAUSE_S = 3.0
+"""How long a pause may go on after a cancellation. Installs take milliseconds; a shutdown has seconds."""
 
 _log = structlog.get_logger(__name__)
 
@@ -137,29 +139,53 @@ class EngineFollower:
             target = self._publications.newest or target
 
     async def _install(self, engine: Engine, version: WeightVersion, prove: Callable[[], None]) -> None:
-        """Pause, install, prove, label, resume. An exception leaves the engine paused, for its caller to fail."""
-        session, timeout_s = self._session, self._options.vote_timeout_s
-        pause_timeout_s = 2 * timeout_s  # the loader and the votes each have their own
-        command = encode(Install(PROTOCOL, session.incarnation, version.number))
+        """One pause, of bounded length also when cancelled. Leaving by an error leaves the engine paused: its caller
+        fails it. Leaving by cancellation fails it here."""
+        session = self._session
+        limit_s = 2 * self._options.vote_timeout_s  # the loader and the votes each have their own
         start = time.perf_counter()
+        votes: list[Installed] = []
+        failure: MilesError | None = None
         try:
-            with anyio.fail_after(pause_timeout_s, shield=True):
-                await engine.pause(self._options.mode)
-                await engine.call_weight_loader(LOADER, command, timeout_s)
-                votes = await session.all_installed(version, timeout_s)
-                prove()
-                await engine.set_weight_version(f"{session.incarnation}:{version.number}")
-                await engine.resume()
-        except TimeoutError as error:
+            async with anyio.create_task_group() as tasks:
+                with anyio.CancelScope(deadline=anyio.current_time() + limit_s, shield=True) as pause:
+                    tasks.start_soon(_give_up_after_cancellation, pause)
+                    try:
+                        votes = await self._change_weights(engine, version, prove)
+                    except MilesError as error:  # raised below: the task group would wrap it
+                        failure = error
+                tasks.cancel_scope.cancel()
+        except anyio.get_cancelled_exc_class():
+            if not votes:
+                self._fail(f"weight sync ended while it installed version {version.number}")
+            raise
+        if failure is not None:
+            raise failure
+        if not votes:
             raise WaitTimeout(
-                f"{session.incarnation} did not change its weights within {pause_timeout_s} s",
+                f"{session.incarnation} did not change its weights within {limit_s} s, or was cancelled meanwhile",
                 waited_for=f"{session.incarnation} to install version {version.number}",
                 engine=session.engine,
                 incarnation=session.incarnation,
-            ) from error
+            )
         self._counts.last_pause_s = time.perf_counter() - start
         self._counts.pause_s += self._counts.last_pause_s
         self._counts.install_s += max(vote.install_s for vote in votes)
+
+    async def _change_weights(
+        self, engine: Engine, version: WeightVersion, prove: Callable[[], None]
+    ) -> list[Installed]:
+        """Pause, install, prove, label, resume; the votes."""
+        session, timeout_s = self._session, self._options.vote_timeout_s
+        await engine.pause(self._options.mode)
+        await engine.call_weight_loader(
+            LOADER, encode(Install(PROTOCOL, session.incarnation, version.number)), timeout_s
+        )
+        votes = await session.all_installed(version, timeout_s)
+        prove()
+        await engine.set_weight_version(f"{session.incarnation}:{version.number}")
+        await engine.resume()
+        return votes
 
     async def _audit(self, version: WeightVersion) -> None:
         """Have every rank digest its live parameters, off the pause. Raises WeightSyncError where they differ."""
@@ -175,3 +201,11 @@ class EngineFollower:
             self._controller.fail(self._session.engine, self._session.incarnation, reason)
         except StaleIncarnation:
             return  # it has been replaced already
+
+
+async def _give_up_after_cancellation(pause: anyio.CancelScope) -> None:
+    """Runs beside a shielded pause: bounds it once its surroundings are cancelled."""
+    try:
+        await anyio.sleep_forever()
+    finally:
+        pause.deadline = min(pause.deadline, anyio.current_time() + _CANCELLED_PAUSE_S)

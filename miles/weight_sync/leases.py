@@ -79,15 +79,19 @@ class LeaseTable:
         its leases are revoked."""
         with anyio.move_on_after(timeout_s):
             while True:
-                self._expire()
-                taken = {lease.slot for lease in self._leases.values()}
-                for slot in range(self.n_slots):
-                    if slot != committed and slot not in taken:
-                        return slot
+                slot = self._free(committed)
+                if slot is not None:
+                    return slot
                 self._changed = anyio.Event()
                 with anyio.move_on_after(self._until_next_expiry()):
                     await self._changed.wait()
-        return self._revoke_slowest(committed)
+        slot = self._free(committed)  # one may have come free in the very turn in which the time was up
+        return self._revoke_slowest(committed) if slot is None else slot
+
+    def _free(self, committed: int | None) -> int | None:
+        self._expire()
+        taken = {lease.slot for lease in self._leases.values()}
+        return next((slot for slot in range(self.n_slots) if slot != committed and slot not in taken), None)
 
     def _revoke_slowest(self, committed: int | None) -> int:
         held = [lease for lease in self._leases.values() if lease.slot is not None and lease.slot != committed]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import anyio
@@ -59,6 +60,17 @@ async def test_after_the_deadline_the_slowest_readers_slot_is_taken() -> None:
     assert table.renew(fast.lease)
     assert table.renew(on_committed.lease)
     assert table.revoked == 1
+
+
+async def test_a_slot_that_comes_free_as_the_time_is_up_is_taken() -> None:
+    """Fails (there is nothing to revoke) without the second look in LeaseTable.free_slot."""
+    table = LeaseTable(2, 10.0, time.monotonic)
+    lease = table.grant(("e", 0), 1, 1)
+    loop = asyncio.get_running_loop()
+    # Two turns on: after the deadline has cancelled the wait, before the waiter has its turn.
+    loop.call_soon(loop.call_soon, table.release, lease.lease)
+    assert await table.free_slot(0, 0.0) == 1
+    assert table.revoked == 0
 
 
 async def test_a_lease_that_is_not_renewed_expires() -> None:

@@ -397,6 +397,33 @@ async def test_leaving_in_the_middle_of_a_pause_leaves_no_engine_paused(disk: We
     assert "Failed" not in states
 
 
+@pytest.mark.parametrize("joining", [False, True])
+async def test_a_pause_that_hangs_holds_up_no_shutdown_and_its_engine_is_failed(
+    joining: bool, disk: WeightSyncOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if _give_up_after_cancellation is dropped: Ctrl-C would wait for twice the vote timeout."""
+    monkeypatch.setattr("miles.weight_sync.engine_follower._CANCELLED_PAUSE_S", 0.05)
+    with anyio.fail_after(8):
+        async with rig(options=disk) as r:
+            await anyio.wait_all_tasks_blocked()
+            engine, events = r.engine(), r.events
+            if not joining:
+                await r.serving(await publish(r, 1))
+            resumed = engine.called("resume")
+            paused = anyio.Event()
+
+            async def pause(mode: str) -> None:
+                paused.set()
+                await anyio.sleep_forever()
+
+            engine.pause = pause  # type: ignore[method-assign]
+            await publish(r, 2)
+            await paused.wait()
+    failed = [event for event in events if isinstance(event, EngineStateChanged) and event.state == "Failed"]
+    assert [event.incarnation for event in failed] == [engine.incarnation]
+    assert engine.called("resume") == resumed
+
+
 async def test_the_bodys_error_leaves_as_it_is(disk: WeightSyncOptions) -> None:
     with pytest.raises(ValueError, match="mine"):
         async with rig(options=disk):
