@@ -195,7 +195,7 @@ class EngineSupervisor:
             self._ledger.forget(life.incarnation)
 
     async def _launch(self, life: Life) -> Engine | None:
-        spec = LaunchSpec(life.engine, life.incarnation, f"{life.incarnation}:none", {})
+        spec = LaunchSpec(life.engine, life.incarnation, f"{life.incarnation}:none")
         try:
             with anyio.fail_after(self._options.launch_timeout_s):
                 return await self._launcher.launch(spec)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -94,7 +93,6 @@ class LaunchSpec:
     engine: str
     incarnation: str
     weight_version: str
-    extra_args: Mapping[str, object]
 
 
 class EngineLauncher(Protocol):

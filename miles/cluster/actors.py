@@ -14,9 +14,9 @@ from typing import Any
 import anyio
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from controllers.errors import ActorDied, WaitTimeout
+from controllers.errors import ActorDied, InfrastructureError, WaitTimeout
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,25 +43,30 @@ class RemoteActor:
     async def call(self, method: str, /, *args: Any, timeout_s: float | None = None) -> Any:
         """Call a method and await its result. Cancelling the wait does not stop the method.
 
-        Raises ActorDied when the actor is gone, WaitTimeout after `timeout_s`, else what the method raised.
+        Raises ActorDied when the actor is gone, InfrastructureError for other failures of Ray (an object lost, no
+        memory), WaitTimeout after `timeout_s`, else what the method raised.
         """
-        reference = getattr(self._handle, method).remote(*args)
         with anyio.move_on_after(timeout_s):
             try:
-                return await reference
+                return await getattr(self._handle, method).remote(*args)
             except RayTaskError as error:
                 # First: Ray's class derives from what the method raised too, and could pass for another error below.
                 cause = error.cause
-                if isinstance(cause, Exception):
+                if isinstance(cause, Exception) and not isinstance(cause, RayError):
                     raise cause from error
-                raise
+                raise self._failure(method, error) from error
             except RayActorError as error:
                 raise ActorDied(f"{self.name} died in {method}: {error}", actor=self.name) from error
+            except RayError as error:
+                raise self._failure(method, error) from error
         raise WaitTimeout(
             f"{self.name}.{method} did not return within {timeout_s} s",
             waited_for=f"{self.name}.{method}",
             timeout_s=timeout_s,
         )
+
+    def _failure(self, method: str, error: RayError) -> InfrastructureError:
+        return InfrastructureError(f"{self.name}.{method}: {type(error).__name__}: {error}", actor=self.name)
 
     def kill(self) -> None:
         """End the actor's process at once. Harmless when it, or all of Ray, is gone."""

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import anyio
 import structlog
 
-from controllers.errors import ActorDied, ConfigError, LaunchFailed, WaitTimeout
+from controllers.errors import ActorDied, ConfigError, InfrastructureError, LaunchFailed, WaitTimeout
 from controllers.ports import EngineExit, EngineHealth, LaunchSpec, PauseMode
 from miles.cluster.actors import ActorOptions, RemoteActor, start_actor
 from miles.engines.commands import EmbeddedCommand, EngineCommand
@@ -66,7 +66,7 @@ def _embedded(options: LauncherOptions, spec: LaunchSpec) -> EngineCommand:
         max_running_requests=options.max_running_requests,
         random_seed=seed,
         weight_loader=options.weight_loader,
-        args={**options.args, **spec.extra_args},
+        args=options.args,
     )
 
 
@@ -220,15 +220,16 @@ class ServedEngine:
 
     async def stop(self, grace_s: float) -> None:
         """End the process tree and its host. Idempotent."""
-        if self._exit is None:
-            try:
+        try:
+            if self._exit is None:
                 self._exit = await self._actor.call("stop", grace_s, timeout_s=grace_s + ANSWER_MARGIN_S)
-            except ActorDied as error:
-                self._exit = EngineExit(None, str(error))
-            except WaitTimeout as error:
-                log.warning("engine_host_silent", engine=self.engine, incarnation=self.incarnation, detail=str(error))
-        self._actor.kill()
-        self._client.forget(self.url)
+        except ActorDied as error:
+            self._exit = EngineExit(None, str(error))
+        except (InfrastructureError, WaitTimeout, TimeoutError) as error:
+            log.warning("engine_host_silent", engine=self.engine, incarnation=self.incarnation, detail=str(error))
+        finally:
+            self._actor.kill()  # its engine dies with it, also when we are cancelled
+            self._client.forget(self.url)
 
 
 async def _abandon(actor: RemoteActor) -> None:
@@ -236,7 +237,7 @@ async def _abandon(actor: RemoteActor) -> None:
     with anyio.CancelScope(shield=True):
         try:
             await actor.call("stop", 0.0, timeout_s=ABANDON_TIMEOUT_S)
-        except (ActorDied, WaitTimeout) as error:
+        except (InfrastructureError, WaitTimeout, TimeoutError) as error:
             log.debug("host_gone", host=actor.name, detail=str(error))
         finally:
             actor.kill()

@@ -19,7 +19,7 @@ from tests.fakes.engine import FakeEngine
 from tests.support import recording_loader
 from tests.support.embedded_server import CONTEXT_LENGTH, LABEL, RunningServer, embedded_command
 
-SPEC = LaunchSpec("engine-0", "engine-0.1", LABEL, {})
+SPEC = LaunchSpec("engine-0", "engine-0.1", LABEL)
 PROMPT = (1, 2, 3, 4)
 
 

@@ -20,7 +20,7 @@ def refusal(**ids: object) -> MilesError:
 
 
 def fake() -> FakeEngine:
-    return FakeEngine(LaunchSpec("engine-0", "e0-0001-ab12", "e0-0001-ab12:none", {}))
+    return FakeEngine(LaunchSpec("engine-0", "e0-0001-ab12", "e0-0001-ab12:none"))
 
 
 async def probe(

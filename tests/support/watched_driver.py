@@ -35,7 +35,7 @@ async def main(folder: Path, *, leave: bool) -> None:
         segment = Path("/dev/shm", f"{segment_prefix}weights")
         segment.touch()  # noqa: ASYNC240
         launcher = RayEngineLauncher(options, client, {"tiny": lambda _, spec: TinyCommand(spec.weight_version)})
-        engine = await launcher.launch(LaunchSpec("engine-0", "engine-0.1", "engine-0.1:none", {}))
+        engine = await launcher.launch(LaunchSpec("engine-0", "engine-0.1", "engine-0.1:none"))
         children = psutil.Process().children(recursive=True)
         ports = {
             connection.laddr.port

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
+from ray.exceptions import GetTimeoutError, RaySystemError
 
-from controllers.errors import ActorDied, EngineRejected, WaitTimeout
+from controllers.errors import ActorDied, EngineRejected, InfrastructureError, WaitTimeout
 from miles.cluster.actors import ActorOptions, RemoteActor, start_actor
 from miles.cluster.ray_cluster import RayCluster, RayOptions
 from tests.support.processes import wait_gone_async
@@ -29,6 +31,9 @@ class Subject:
 
     async def time_out(self) -> None:
         raise TimeoutError("its own")
+
+    async def lose_an_object(self) -> None:
+        raise RaySystemError("an object was lost")  # type: ignore[no-untyped-call]
 
     async def wait(self) -> None:
         import asyncio
@@ -68,6 +73,22 @@ async def test_a_timeout_raised_by_the_method_is_not_ours(ray_cluster: RayCluste
     actor = _start("subject")
     with pytest.raises(TimeoutError, match="its own"):
         await actor.call("time_out", timeout_s=30)
+    actor.kill()
+
+
+async def test_rays_own_failures_are_infrastructure(ray_cluster: RayCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if only RayActorError is mapped: Ray's errors would get past whoever supervises the call."""
+    actor = _start("subject")
+    with pytest.raises(InfrastructureError, match="an object was lost"):
+        await actor.call("lose_an_object")
+
+    def refuse(*args: object) -> None:
+        raise GetTimeoutError("the store is busy")
+
+    monkeypatch.setattr(actor, "_handle", SimpleNamespace(add=SimpleNamespace(remote=refuse)))
+    with pytest.raises(InfrastructureError, match=r"subject\.add: GetTimeoutError: the store is busy"):
+        await actor.call("add", 1)
+    monkeypatch.undo()
     actor.kill()
 
 

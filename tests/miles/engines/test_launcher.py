@@ -6,16 +6,27 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from controllers.errors import ConfigError, EngineUnreachable, LaunchFailed, PortTaken
+from controllers.errors import (
+    ActorDied,
+    ConfigError,
+    EngineUnreachable,
+    InfrastructureError,
+    LaunchFailed,
+    PortTaken,
+    WaitTimeout,
+)
 from controllers.ports import EngineLauncher, LaunchSpec
 from miles.cluster.ray_cluster import RayCluster
 from miles.cluster.urls import split_url
 from miles.engines.commands import EngineCommand
-from miles.engines.launcher import COMMANDS, LauncherOptions, RayEngineLauncher
+from miles.engines.host import HostedEngine
+from miles.engines.launcher import COMMANDS, LauncherOptions, RayEngineLauncher, ServedEngine
 from miles.engines.sglang_client import SGLangClient
 from tests.support.processes import wait_gone_async
 from tests.support.ray_session import ray_session
@@ -31,7 +42,7 @@ def ray_cluster() -> Iterator[RayCluster]:
 
 
 def _spec(life: int = 1, engine: str = "engine-0") -> LaunchSpec:
-    return LaunchSpec(engine, f"{engine}.{life}", f"{engine}.{life}:none", {})
+    return LaunchSpec(engine, f"{engine}.{life}", f"{engine}.{life}:none")
 
 
 def _launcher(
@@ -115,6 +126,32 @@ async def test_given_ports_are_kept_over_restarts(ray_cluster: RayCluster, tmp_p
             again = await launcher.launch(_spec(2))
             assert split_url(again.url)[1] == ports[0]
             await again.stop(0)
+
+
+@pytest.mark.parametrize(
+    "error", [WaitTimeout("silent"), TimeoutError(), InfrastructureError("lost"), ActorDied("gone"), ValueError("bug")]
+)
+async def test_whatever_a_stop_ends_with_the_host_is_killed(error: Exception) -> None:
+    """Fails if `kill` is not in the `finally` of ServedEngine.stop, or an error of the wait is not caught there."""
+    host = DeafHost(error)
+    engine = ServedEngine(_spec(), HostedEngine("http://127.0.0.1:1", 1, 2, {}), host, SGLangClient())
+    with pytest.raises(ValueError) if isinstance(error, ValueError) else nullcontext():
+        await engine.stop(0)
+    assert host.kills == 1
+
+
+class DeafHost:
+    """A HostHandle whose calls raise `error`."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+        self.kills = 0
+
+    async def call(self, method: str, /, *args: Any, timeout_s: float | None = None) -> Any:
+        raise self.error
+
+    def kill(self) -> None:
+        self.kills += 1
 
 
 async def test_an_unknown_kind_is_refused_by_its_name(tmp_path: Path) -> None:
