@@ -1,6 +1,6 @@
 """The slots of one trainer rank: preregistered memory that versions are staged into, and the header that guards it.
 
-Header, int64, always host memory: `[magic, incarnation, latest_slot, latest_version, (begin, end, layout) * n_slots]`.
+Header, int64, always host memory: `[magic, incarnation, (begin, end, layout) * n_slots]`.
 `begin` is written before the first byte of a version and `end` after its last, so a reader that finds both equal to
 the version it wants, before and after its READ, has whole bytes (a seqlock). Lives in the rank's process.
 """
@@ -17,7 +17,7 @@ from miles.weight_sync.messages import Layout, make_layout
 from miles.weight_sync.ports import Shard
 
 MAGIC = 0x4D494C4553  # "MILES"
-HEADER_FIXED = 4
+HEADER_FIXED = 2
 HEADER_PER_SLOT = 3
 
 
@@ -68,7 +68,6 @@ class SlotArena:
         self.header = torch.zeros(HEADER_FIXED + HEADER_PER_SLOT * n_slots, dtype=torch.int64)
         self.header[0] = MAGIC
         self.header[1] = self.incarnation
-        self.header[2] = -1
         self._views = [slot_views(self.slot(index), self.layout) for index in range(n_slots)]
 
     def slot(self, index: int) -> torch.Tensor:
@@ -92,8 +91,6 @@ class SlotArena:
             torch.cuda.synchronize(self.device)  # the copies are queued; `end` must not be seen before them
         self.header[at + 2] = self.layout.crc
         self.header[at + 1] = version
-        self.header[2] = index
-        self.header[3] = version
 
     def sums(self, index: int, owned: Sequence[int]) -> dict[str, int]:
         """The partial digests of the owned entries of a slot, by tensor name."""

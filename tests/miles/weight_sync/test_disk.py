@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from controllers.errors import ConfigError, PublishFailed
+from miles.weight_sync.arena import HEADER_FIXED, HEADER_PER_SLOT
 from miles.weight_sync.messages import VersionRecord
 from miles.weight_sync.plan import full_layout
 from miles.weight_sync.publisher import open_publisher, publisher_of, stage
@@ -81,7 +82,7 @@ async def test_a_rank_that_fails_leaves_no_marker(tmp_path: Path) -> None:
     await s.write(1)
     await s.ranks.on_each_rank(stage, 1, 3, [[], []])
     arena = publisher_of(s.ranks.ranks[1]).arena
-    arena.header[4 + 3] = 7  # rank 1 has begun to overwrite slot 1
+    arena.header[HEADER_FIXED + HEADER_PER_SLOT] = 7  # rank 1 has begun to overwrite slot 1
     with pytest.raises(PublishFailed, match="trainer rank 1 did not write version 3"):
         await s.transport.publish(s.ranks, record(3), 1)
     assert not (tmp_path / "v00000003" / MARKER).exists()
