@@ -78,3 +78,8 @@ def busy(prompt: str, response: str, label: str) -> float:
     while time.process_time() < end:
         pass
     return 1.0
+
+
+def waits(prompt: str, response: str, label: str) -> float:
+    time.sleep(0.3)
+    return 1.0

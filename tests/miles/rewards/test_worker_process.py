@@ -126,6 +126,20 @@ async def test_several_workers_run_at_the_same_time_and_no_more_than_asked_for()
         assert len(_workers()) <= 2
 
 
+async def test_the_wait_for_a_worker_does_not_count() -> None:
+    """Eight calls of 0.3 s, one after the other, under a deadline of 1.5 s. Fails with it around the wait, too."""
+    rewards: list[float | None] = []
+
+    async def score(scorer: Scorer) -> None:
+        rewards.append(await scorer.score(PROMPT, ()))
+
+    async with _scorer("waits", timeout_s=1.5) as scorer:
+        async with anyio.create_task_group() as group:
+            for _ in range(8):
+                group.start_soon(score, scorer)
+    assert rewards == [1.0] * 8
+
+
 async def test_a_worker_that_cannot_load_its_function_says_why() -> None:
     with pytest.raises(ActorDied, match="cannot load 'exact_mach': ConfigError: reward: unknown name"):
         await WorkerProcess.start("exact_mach")
