@@ -133,10 +133,9 @@ async def test_the_wait_for_a_worker_does_not_count() -> None:
     async def score(scorer: Scorer) -> None:
         rewards.append(await scorer.score(PROMPT, ()))
 
-    async with _scorer("waits", timeout_s=1.5) as scorer:
-        async with anyio.create_task_group() as group:
-            for _ in range(8):
-                group.start_soon(score, scorer)
+    async with _scorer("waits", timeout_s=1.5) as scorer, anyio.create_task_group() as group:
+        for _ in range(8):
+            group.start_soon(score, scorer)
     assert rewards == [1.0] * 8
 
 
