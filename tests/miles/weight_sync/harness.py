@@ -176,6 +176,12 @@ class Rig:
         await self.controller.wait_serving(count=count, version=version, timeout_s=TIMEOUT_S)
 
 
+async def publish(r: Rig, seed: int) -> int:
+    """New weights, published; the version's number."""
+    r.ranks.step(seed)
+    return (await r.service.publish(seed)).number
+
+
 def same(model: EngineModel, weights: dict[str, torch.Tensor]) -> bool:
     """Whether an engine's live weights are bit for bit these."""
     live = model.global_tensors()
