@@ -58,9 +58,9 @@ def pull_until(
     tally = Tally()
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline and not enough(tally):
-        words = client.read_header(endpoint, client.deadline(10.0)).words
-        slot, version = words[2], words[3]
-        if slot < 0:
+        header = client.read_header(endpoint, client.deadline(10.0))
+        version, slot = max((header.slot(index)[1], index) for index in range(len(endpoint.slots)))
+        if version == 0:
             continue
         source = msgspec.json.encode(RdtSource(slot, (endpoint,)))
         try:
