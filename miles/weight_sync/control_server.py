@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 from aiohttp import web
+from anyio.lowlevel import checkpoint
 
 from controllers.errors import StaleIncarnation
 from miles.weight_sync.messages import PROTOCOL, AnyVote, Ask, Job, Pull, Renew
@@ -70,6 +71,7 @@ class ControlServer:
     ) -> None:
         assert self._runner is not None
         await self._runner.cleanup()
+        await checkpoint()  # closed transports let go of their sockets in the loop's next round
 
     async def _next(self, request: web.Request) -> web.Response:
         return await self._answer(request, Ask, self._next_job)
