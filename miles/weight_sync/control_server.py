@@ -108,6 +108,8 @@ class ControlServer:
             message: M = msgspec.json.decode(await request.read(), type=kind)
         except msgspec.MsgspecError as error:
             return web.Response(status=400, text=str(error))
+        except ConnectionResetError:  # an engine that died in mid-request; its exit is the controller's to notice
+            return web.Response(status=400)
         protocol = getattr(message, "protocol", PROTOCOL)
         if protocol != PROTOCOL:
             return web.Response(status=400, text=f"protocol {protocol} is not {PROTOCOL}")
