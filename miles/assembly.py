@@ -21,10 +21,11 @@ from controllers.weight_versions import VersionLedger
 from executors.journal import Journal
 from executors.rollout_executor import RolloutExecutor, RolloutOptions
 from executors.sampling_client import SamplingParams
+from miles.algorithms.registry import load as load_algorithm
 from miles.cluster.ray_cluster import RayCluster, RayOptions
 from miles.cluster.watchdog import Watchdog
 from miles.config import RunConfig
-from miles.data.registry import open_source
+from miles.data.registry import check_source, open_source
 from miles.data.source import DataSource
 from miles.engines.launcher import ANSWER_MARGIN_S, HOST_START_TIMEOUT_S, LauncherOptions, RayEngineLauncher
 from miles.engines.sglang_client import SGLangClient
@@ -44,6 +45,8 @@ WEIGHT_LOADER = "miles.weight_sync.agent.load"
 JOURNAL_FILE = "journal.sqlite"
 LOG_FOLDER = "logs"
 MODEL_FOLDER = "model"
+BARREN_STEPS = 20
+"""Steps' worth of groups that may be filtered, dropped or failed in a row before a run gives up."""
 AVAILABLE_STATES = (Serving.__name__, Updating.__name__)
 
 
@@ -105,6 +108,16 @@ class ServedSteps:
         if step > self._told:
             self._told = step
             self._executor.on_published(step)
+
+
+def check_names(config: RunConfig) -> None:
+    """Raise the ConfigError of a name or a tokenizer that cannot be loaded, before a run leaves a trace."""
+    load_reward(config.reward)
+    if ":" in config.data.source:
+        check_source(config.data.source)
+    load_algorithm("advantage", config.algorithm.advantage)
+    if config.model.path is not None:
+        load_tokenizer(config.model.path)
 
 
 @asynccontextmanager
@@ -256,4 +269,5 @@ def _rollout_options(config: RunConfig, model: ModelInfo, tokenizer: Tokenizer) 
         filter_zero_variance=rollout.filter_zero_variance,
         max_retries=rollout.max_retries,
         request_timeout_s=rollout.request_timeout_s,
+        max_barren_groups=BARREN_STEPS * config.train.groups_per_step,
     )

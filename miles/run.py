@@ -29,7 +29,7 @@ from executors.rollout_executor import RolloutExecutor
 from executors.sampling_client import SamplingParams
 from executors.streams import BatchStream
 from executors.trajectory import Batch
-from miles.assembly import AVAILABLE_STATES, Parts, assemble
+from miles.assembly import AVAILABLE_STATES, Parts, assemble, check_names
 from miles.checkpoints import Checkpoints
 from miles.config import RunConfig, load_config
 from miles.failure import root_cause
@@ -136,7 +136,7 @@ class Run:
     def start_soon(self, function: Callable[P, Awaitable[object]], *args: P.args, **kwargs: P.kwargs) -> None:
         """Run `function(*args)` beside the loop, in the run's task group. Its failure fails the run.
 
-        What still runs when the run's block is left is cancelled.
+        Leaving the run's block waits for it, as a task group does; an exception or a signal cancels it.
         """
 
         async def call() -> None:
@@ -179,13 +179,13 @@ async def open_run(
     Raises ConfigError for a bad configuration or a run folder that is in use, before anything is started.
     """
     resolved = config if isinstance(config, RunConfig) else load_config(config, overrides)
+    check_names(resolved)
     with RunRecorder(resolved) as recorder:
         try:
             async with assemble(resolved, recorder) as parts, anyio.create_task_group() as tasks:
                 run = Run(resolved, parts, recorder, tasks)
                 await run._begin()
                 yield run
-                tasks.cancel_scope.cancel()
         except BaseExceptionGroup as group:
             # The groups are our task groups' wrapping: a person's `except ActorDied` must see the error itself.
             raise root_cause(group) from group

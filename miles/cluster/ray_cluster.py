@@ -27,6 +27,7 @@ import structlog
 
 from controllers.errors import ConfigError, InfrastructureError
 from miles.cluster import reaper
+from miles.cluster.signals import reinstall_handlers
 
 log = structlog.get_logger(__name__)
 
@@ -94,6 +95,8 @@ class RayCluster:
         except BaseException:
             await self._close()
             raise
+        finally:
+            reinstall_handlers()
         return self
 
     async def __aexit__(

@@ -11,13 +11,45 @@ import asyncio
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+_STOPPING = (signal.SIGINT, signal.SIGTERM)
 INTERRUPTED_EXIT_CODE = 130
 SAME_PRESS_S = 0.3
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Raise KeyboardInterrupt for SIGINT and SIGTERM while the body runs, also where SIGINT was inherited as ignored.
+
+    For the seconds of imports before `StopSignals` takes over; entered in the main thread.
+    """
+    previous = {number: signal.signal(number, signal.default_int_handler) for number in _STOPPING}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            # None stands for a handler that was not installed from Python.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def reinstall_handlers() -> None:
+    """Put Python's handlers back under the kernel's table, after a library's native code replaced one.
+
+    Ray's does so for SIGTERM: its handler calls ours on, but aborts the process 3 s later. Does nothing off the main
+    thread, where nobody can.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in _STOPPING:
+        handler = signal.getsignal(number)
+        if handler is not None:
+            signal.signal(number, handler)
 
 
 class StopSignals:
@@ -32,7 +64,7 @@ class StopSignals:
 
     async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in _STOPPING:
             self._previous[number] = signal.signal(number, self._handle)
         return self
 

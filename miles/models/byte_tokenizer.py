@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<|im_start|>", "<|im_end|>")
 PAD_ID = 256
 EOS_ID = 257
@@ -29,6 +27,8 @@ def _characters_of_bytes() -> list[str]:
 
 def write_byte_tokenizer(folder: Path, *, context_length: int) -> None:
     """Write `tokenizer.json` and `tokenizer_config.json`."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers  # `miles check` needs the ids only
+
     vocabulary = {character: byte for byte, character in enumerate(_characters_of_bytes())}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -95,13 +95,20 @@ def event_record(time: float, event: Event) -> dict[str, object]:
 
 
 def read_lines(file: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a line file; none if it does not exist. A last line that was cut short is left out."""
+    """The objects of a line file; none if it does not exist. A last line that was cut short is left out.
+
+    Raises ConfigError for any other line that is not JSON.
+    """
     if not file.exists():
         return
     with file.open("rb") as stream:
-        for line in stream:
-            if line.endswith(b"\n"):
+        for number, line in enumerate(stream, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
                 yield orjson.loads(line)
+            except orjson.JSONDecodeError as error:
+                raise ConfigError(f"{file}, line {number}: not JSON ({error})", path=str(file)) from error
 
 
 def _line(record: dict[str, object]) -> bytes:

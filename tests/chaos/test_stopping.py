@@ -50,7 +50,7 @@ def _ignore_sigint() -> None:
 @contextmanager
 def _training(folder: Path, *, ignore_sigint: bool = False) -> Iterator[subprocess.Popen[str]]:
     """`miles train` of a run without an end, once its first step is done."""
-    words = as_arguments(small(folder, train__steps=100_000, telemetry__progress="plain"))
+    words = as_arguments(small(folder, train__steps=100_000, telemetry__progress="plain", telemetry__plot=True))
     process = subprocess.Popen(
         [sys.executable, "-m", "miles", "train", str(QUICKSTART), *words],
         stdout=subprocess.PIPE,
@@ -113,6 +113,7 @@ def test_one_signal_stops_the_run(tmp_path: Path, number: signal.Signals, ignore
     summary = read_summary(folder)
     assert summary["status"] == "stopped" and "error" not in summary
     assert summary["steps"] >= 1
+    assert (folder / "curves.png").is_file()
     assert_account_adds_up(summary)
 
 

@@ -54,6 +54,22 @@ def test_a_used_run_folder_is_refused_and_left_alone(capsys: pytest.CaptureFixtu
     assert [file.name for file in tmp_path.iterdir()] == ["precious"]
 
 
+@pytest.mark.real
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [("reward", "nopkg.mod:f"), ("data.source", "nopkg:f"), ("algorithm.advantage", "nopkg:f")],
+)
+def test_a_function_that_is_not_there_leaves_no_run_folder(
+    key: str, name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Fails without `check_names`: the folder would be there, and the next try refused for it."""
+    assert cli.run(["train", QUICKSTART, f"run.dir={tmp_path / 'run'}", f"{key}={name}"]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith(f"error: {key}: ") and repr(name) in shown.err and shown.err.count("\n") == 1
+    assert shown.out == ""
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("error", "code", "shown"),
     [

@@ -117,3 +117,61 @@ async def test_sigint_twice_at_once_is_one_press(
         assert installed.received is signal.SIGINT
     assert (stops, exited) == ([signal.SIGINT], exits)
     assert signal.getsignal(signal.SIGINT) != installed._handle
+
+
+_LOADING = """
+import signal
+from miles.cluster.signals import interruptible
+
+try:
+    with interruptible():
+        print("ready", flush=True)
+        signal.pause()
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+
+_WITH_RAY = """
+import os, signal
+import anyio
+from miles.cluster.ray_cluster import RayCluster, RayOptions
+from miles.cluster.signals import StopSignals
+from miles.cluster.watchdog import Watchdog
+
+async def main():
+    with anyio.CancelScope() as scope:
+        async with StopSignals(lambda received: scope.cancel()):
+            with Watchdog() as watchdog:
+                async with RayCluster(RayOptions(), watchdog):
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    try:
+                        await anyio.sleep_forever()
+                    finally:
+                        with anyio.CancelScope(shield=True):
+                            await anyio.sleep(3.5)  # the work of an orderly stop, longer than Ray's alarm
+    print("stopped", flush=True)
+
+anyio.run(main)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_during_the_imports_is_not_lost(number: signal.Signals) -> None:
+    """Fails without `interruptible`: an inherited SIG_IGN loses SIGINT, and SIGTERM kills without a word."""
+    with subprocess.Popen(
+        [sys.executable, "-c", _LOADING],
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=10)
+    assert (output, process.returncode) == ("interrupted\n", 0)
+
+
+def test_ray_does_not_abort_an_orderly_stop() -> None:
+    """Fails without `reinstall_handlers` in RayCluster: Ray's own handler aborts the process 3 s after SIGTERM."""
+    done = subprocess.run([sys.executable, "-c", _WITH_RAY], capture_output=True, text=True, timeout=100, check=False)
+    assert (done.stdout, done.returncode) == ("stopped\n", 0), done.stderr[-2000:]

@@ -100,7 +100,7 @@ def test_a_step_whose_gradient_is_not_finite_changes_nothing(model: Path, poison
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3])
 def test_unchanged_weights_have_an_importance_ratio_of_one(model: Path, temperature: float) -> None:
-    """O07. Fails when the trainer's logprobs are not taken at the rollout's temperature."""
+    """O07, the trainer's own side: fails when a step scales its logits otherwise than `logprobs` does."""
     trained = learner(model, temperature=temperature)
     drawn = random_batch(1)
     groups = []
