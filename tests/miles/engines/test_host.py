@@ -11,6 +11,7 @@ import pytest
 from controllers.errors import LaunchFailed, PortTaken
 from miles.cluster.urls import split_url
 from miles.engines.host import EngineHost, HostRequest
+from tests.support.file_watch import when_written
 from tests.support.processes import wait_gone_async
 from tests.support.tiny_command import TinyCommand
 
@@ -40,12 +41,12 @@ def _request(
 
 
 async def _noted(note: Path) -> int:
-    """The pid the server wrote. A file signals nothing: look again, briefly."""
-    async with asyncio.timeout(10):
-        while True:
-            if note.exists() and (text := note.read_text()):  # noqa: ASYNC240
-                return int(text)
-            await asyncio.sleep(0.01)
+    """The pid the server wrote."""
+
+    def look() -> int | None:
+        return int(text) if note.exists() and (text := note.read_text()) else None
+
+    return await when_written(note.parent, look)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])

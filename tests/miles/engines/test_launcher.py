@@ -28,6 +28,7 @@ from miles.engines.commands import EngineCommand
 from miles.engines.host import HostedEngine
 from miles.engines.launcher import COMMANDS, LauncherOptions, RayEngineLauncher, ServedEngine
 from miles.engines.sglang_client import SGLangClient
+from tests.support.file_watch import when_written
 from tests.support.processes import wait_gone_async
 from tests.support.ray_session import ray_session
 from tests.support.tiny_command import TinyCommand
@@ -173,9 +174,9 @@ def _seed(command: EngineCommand) -> str:
 
 
 async def _noted(note: Path) -> int:
-    """The pid the server wrote. A file signals nothing: look again, briefly."""
-    async with asyncio.timeout(60):
-        while True:
-            if note.exists() and (text := note.read_text()):  # noqa: ASYNC240
-                return int(text)
-            await asyncio.sleep(0.01)
+    """The pid the server wrote."""
+
+    def look() -> int | None:
+        return int(text) if note.exists() and (text := note.read_text()) else None
+
+    return await when_written(note.parent, look)

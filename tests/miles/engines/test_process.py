@@ -12,6 +12,7 @@ import pytest
 
 from controllers.errors import LaunchFailed
 from miles.engines.process import EngineProcess, ProcessSpec
+from tests.support.file_watch import when_written
 from tests.support.processes import wait_gone, wait_gone_async
 
 pytestmark = pytest.mark.real
@@ -46,7 +47,7 @@ async def test_stop_ends_one_that_ignores_sigterm(tmp_path: Path, grace_s: float
     """Fails without the `kill` in `stop`."""
     code = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('set', flush=True); {_WAIT}"
     process = await EngineProcess.start(_spec(tmp_path, code))
-    await _printed(process, "set")
+    await _printed(tmp_path, process, "set")
     assert await process.stop(grace_s) == -signal.SIGKILL
     assert await process.stop(grace_s) == -signal.SIGKILL
 
@@ -55,7 +56,7 @@ async def test_stop_lets_it_leave_in_order(tmp_path: Path) -> None:
     leave = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))"
     code = f"import signal, sys; {leave}; print('set', flush=True); {_WAIT}"
     process = await EngineProcess.start(_spec(tmp_path, code))
-    await _printed(process, "set")
+    await _printed(tmp_path, process, "set")
     assert await process.stop(10) == 5
 
 
@@ -69,7 +70,7 @@ async def test_its_children_go_with_it(tmp_path: Path, how: str) -> None:
         f"{_WAIT}"
     )
     process = await EngineProcess.start(_spec(tmp_path, code))
-    child = int((await _printed(process, "child")).split()[1])
+    child = int((await _printed(tmp_path, process, "child")).split()[1])
     if how == "crash":
         os.kill(process.pid, signal.SIGKILL)
         await process.wait()
@@ -116,12 +117,12 @@ def test_it_dies_with_the_process_that_started_it(tmp_path: Path) -> None:
 import asyncio, sys
 from pathlib import Path
 from miles.engines.process import EngineProcess, ProcessSpec
+from tests.support.file_watch import when_written
 
 async def main():
     argv = (sys.executable, "-I", "-S", "-c", "print('up', flush=True);" {_WAIT!r})
     process = await EngineProcess.start(ProcessSpec(argv, Path({str(tmp_path / "engine.log")!r})))
-    while process.tail() != "up":
-        await asyncio.sleep(0.01)
+    await when_written(Path({str(tmp_path)!r}), lambda: process.tail() == "up" or None)
     print(process.pid, flush=True)
     await process.wait()
 
@@ -134,11 +135,10 @@ asyncio.run(main())
         assert wait_gone([pid], 5) == []
 
 
-async def _printed(process: EngineProcess, word: str) -> str:
-    """The line with `word`, once it is in the log. The log is a file, which nothing signals: look again, briefly."""
-    async with asyncio.timeout(10):
-        while True:
-            for line in process.tail().splitlines():
-                if word in line:
-                    return line
-            await asyncio.sleep(0.01)
+async def _printed(folder: Path, process: EngineProcess, word: str) -> str:
+    """The line with `word`, once it is in the log."""
+
+    def look() -> str | None:
+        return next((line for line in process.tail().splitlines() if word in line), None)
+
+    return await when_written(folder, look)
