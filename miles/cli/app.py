@@ -85,9 +85,7 @@ def train(
 def check(config: ConfigArgument, overrides: OverridesArgument = None) -> int:
     """Check a YAML file and print it with every key and its value."""
     from miles.config import dump_config, load_config
-    from miles.telemetry.logs import log_to_console
 
-    log_to_console()
     print(dump_config(load_config(config, overrides or [])), end="")
     return EXIT_DONE
 

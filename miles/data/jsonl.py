@@ -6,13 +6,13 @@ prompt that stands in the file twice is never on both sides.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Annotated
 
-import structlog
 from pydantic import Field
 
 from controllers.errors import ConfigError
@@ -20,7 +20,7 @@ from executors.trajectory import Prompt
 from miles.data.jsonl_file import JsonlFile, Row
 from miles.data.source import PromptCursor, TextEncoder, TokenPair, completion_ids
 
-log = structlog.get_logger(__name__)
+log = logging.getLogger(__name__)  # structlog joins it in a run; loading that here would slow `miles check`
 
 _WARMUP_TRIES_PER_EXAMPLE = 10
 
@@ -54,7 +54,7 @@ def read_rows(
         held_out = JsonlFile(eval_path, prompt_key, label_key, path_key="data.eval_path").read()
         shared = {row.prompt for row in rows} & {row.prompt for row in held_out}
         if shared:
-            log.warning("prompts_trained_and_evaluated", count=len(shared), first=min(shared))
+            log.warning("%d prompts are both trained and evaluated, the first %r", len(shared), min(shared))
         return JsonlRows(tuple(rows), tuple(held_out))
     prompts = list(dict.fromkeys(row.prompt for row in rows))
     Random(f"jsonl/{seed}/held_out").shuffle(prompts)

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from structlog.testing import capture_logs
 
 from controllers.errors import ConfigError
 from executors.trajectory import Prompt
@@ -92,11 +91,13 @@ def test_no_evaluation_where_nothing_is_held_out(tmp_path: Path) -> None:
     assert source.evaluation(10) == [] and len(_take(source, 3)) == 3
 
 
-def test_prompts_on_both_sides_by_the_persons_own_wish_are_reported(tmp_path: Path) -> None:
+def test_prompts_on_both_sides_by_the_persons_own_wish_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = _file(tmp_path, 3)
-    with capture_logs() as logs:
-        _open(path, eval_path=path)
-    assert [(entry["event"], entry["count"]) for entry in logs] == [("prompts_trained_and_evaluated", 3)]
+    _open(path, eval_path=path)
+    (message,) = caplog.messages
+    assert message.startswith("3 prompts are both trained and evaluated")
 
 
 def test_warmup_examples_are_rows_with_their_labels(tmp_path: Path) -> None:
@@ -142,16 +143,14 @@ BROKEN = [
 
 @pytest.mark.parametrize(("line", "problem"), BROKEN)
 def test_a_broken_line_is_reported_with_file_and_number_and_left_out(
-    tmp_path: Path, line: bytes, problem: str
+    tmp_path: Path, line: bytes, problem: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "p.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"prompt": "good", "label": "l"}\r\n\n' + line + b"\n")
-    with capture_logs() as logs:
-        source = _open(path, eval_fraction=0.0)
+    source = _open(path, eval_fraction=0.0)
     assert [p.text for p in _take(source, 2)] == ["good", "good"]
-    (entry,) = logs
-    assert (entry["event"], entry["file"], entry["count"]) == ("rows_left_out", str(path), 1)
-    assert entry["first"][0].startswith("line 3: ") and problem in entry["first"][0]
+    (message,) = caplog.messages
+    assert message.startswith(f"{path}: 1 broken rows are left out: line 3: ") and problem in message
 
 
 @pytest.mark.parametrize(("line", "problem"), BROKEN)
