@@ -138,7 +138,7 @@ class _Sources:
             return f"{self.of(cause.key)}: {cause}"
         key = ".".join(str(part) for part in detail["loc"])
         if detail["type"] == "extra_forbidden":
-            return f"{self.of(key)}: unknown key {key!r}{_suggestion(key)}"
+            return f"{self.of(key)}: unknown key {key!r}{_suggestion(key)} (value {_quote(detail['input'])})"
         if detail["type"] == "missing":
             if isinstance(detail["loc"][-1], int):
                 parent = key.rpartition(".")[0]
