@@ -51,8 +51,12 @@ class Trajectory:
     spans: tuple[VersionSpan, ...]
     stop_reason: StopReason
     reward: float | None = None
+    mask: tuple[bool, ...] | None = None
+    """Which response tokens were sampled and are trained; None means all of them."""
 
     def __post_init__(self) -> None:
+        if self.mask is not None and len(self.mask) != len(self.response_ids):
+            raise ValueError(f"{len(self.response_ids)} response tokens but a mask of {len(self.mask)}")
         if len(self.response_ids) != len(self.logprobs):
             raise ValueError(f"{len(self.response_ids)} response tokens but {len(self.logprobs)} logprobs")
         if sum(s.end - s.start for s in self.spans) != len(self.response_ids):
@@ -83,3 +87,5 @@ class Batch:
     step: int
     """The optimizer step this batch is for, counted from 1."""
     staleness: tuple[int, ...]
+    version_steps: dict[int, int] = field(default_factory=dict)
+    """The optimizer step of each weight version that sampled a token of it."""

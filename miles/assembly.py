@@ -11,42 +11,42 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from controllers.engine_state import Serving, Updating
 from controllers.errors import VersionRegression
 from controllers.events import EngineStateChanged, Event, VersionPublished
-from controllers.inference_controller import FleetOptions, HealthOptions, InferenceController
+from controllers.inference_controller import InferenceController
 from controllers.weight_versions import VersionLedger
 from executors.journal import Journal
-from executors.rollout_executor import RolloutExecutor, RolloutOptions
-from executors.sampling_client import SamplingParams
+from executors.rollout_executor import RolloutExecutor
 from miles.algorithms.registry import load as load_algorithm
-from miles.cluster.ray_cluster import RayCluster, RayOptions
+from miles.cluster.ray_cluster import RayCluster
 from miles.cluster.watchdog import Watchdog
 from miles.config import RunConfig
 from miles.data.registry import check_source, open_source
 from miles.data.source import DataSource
-from miles.engines.launcher import ANSWER_MARGIN_S, HOST_START_TIMEOUT_S, LauncherOptions, RayEngineLauncher
+from miles.engines.launcher import RayEngineLauncher
 from miles.engines.sglang_client import SGLangClient
 from miles.models.folder import ModelInfo, inspect_model_folder
 from miles.models.presets import write_preset
 from miles.models.tokenizer import Tokenizer, load_tokenizer
+from miles.part_options import (
+    fleet_options,
+    launcher_options,
+    ray_options,
+    rollout_options,
+    trainer_options,
+    weight_sync_options,
+)
 from miles.recorder import RunRecorder
 from miles.rewards.reward import load_reward
 from miles.rewards.scorer import Scorer, ScorerOptions
 from miles.trainer.megatron import MegatronTrainer
-from miles.trainer.options import TrainerOptions
 from miles.trainer.protocol import Trainer
-from miles.weight_sync.options import WeightSyncOptions
 from miles.weight_sync.service import WeightSyncService
 
-WEIGHT_LOADER = "miles.weight_sync.agent.load"
 JOURNAL_FILE = "journal.sqlite"
-LOG_FOLDER = "logs"
 MODEL_FOLDER = "model"
-BARREN_STEPS = 20
-"""Steps' worth of groups that may be filtered, dropped or failed in a row before a run gives up."""
 AVAILABLE_STATES = (Serving.__name__, Updating.__name__)
 
 
@@ -131,23 +131,23 @@ async def assemble(config: RunConfig, recorder: RunRecorder) -> AsyncIterator[Pa
     async with AsyncExitStack() as stack:
         watchdog = stack.enter_context(Watchdog())
         recorder.stage("starting Ray")
-        await stack.enter_async_context(RayCluster(_ray_options(config), watchdog))
+        await stack.enter_async_context(RayCluster(ray_options(config), watchdog))
         journal = await stack.enter_async_context(Journal(recorder.path / JOURNAL_FILE))
         client = await stack.enter_async_context(SGLangClient())
-        launcher = RayEngineLauncher(_launcher_options(config, model_path, recorder.path), client)
-        controller = InferenceController(launcher, VersionLedger(journal), _fleet_options(config))
+        launcher = RayEngineLauncher(launcher_options(config, model_path, recorder.path), client)
+        controller = InferenceController(launcher, VersionLedger(journal), fleet_options(config))
         version_steps = VersionSteps()
         controller.bus.add_sink(recorder.on_event)
         controller.bus.add_sink(version_steps.on_event)
         recorder.stage(f"starting {config.engines.count} engines and the trainer")
         await stack.enter_async_context(controller)
-        trainer = await stack.enter_async_context(MegatronTrainer(_trainer_options(config, model_path)))
-        sync_options = _weight_sync_options(config, recorder.path)
+        trainer = await stack.enter_async_context(MegatronTrainer(trainer_options(config, model_path)))
+        sync_options = weight_sync_options(config, recorder.path)
         weight_sync = await stack.enter_async_context(WeightSyncService(controller, trainer, sync_options))
         scorer_options = ScorerOptions(timeout_s=config.reward_timeout_s)
         scorer = await stack.enter_async_context(Scorer(reward, tokenizer, scorer_options))
         executor = RolloutExecutor(
-            controller, client, scorer, journal, _rollout_options(config, model, tokenizer), version_steps
+            controller, client, scorer, journal, rollout_options(config, model, tokenizer), version_steps
         )
         controller.bus.add_sink(ServedSteps(controller, version_steps, executor).on_event)
         recorder.watch(executor)
@@ -167,107 +167,4 @@ def _open_data(config: RunConfig, tokenizer: Tokenizer) -> DataSource:
         eval_path=data.eval_path,
         eval_fraction=data.eval_fraction,
         options=data.options,
-    )
-
-
-def _ray_options(config: RunConfig) -> RayOptions:
-    return RayOptions(address=config.cluster.address, object_store_bytes=config.cluster.object_store_mb * 1024 * 1024)
-
-
-def _launcher_options(config: RunConfig, model_path: Path, folder: Path) -> LauncherOptions:
-    engines = config.engines
-    ports = () if engines.port is None else tuple(range(engines.port, engines.port + engines.count))
-    return LauncherOptions(
-        model_path=model_path.resolve(),
-        log_dir=(folder / LOG_FOLDER).resolve(),
-        kind=engines.kind,
-        ports=ports,
-        weight_loader=WEIGHT_LOADER,
-        max_running_requests=engines.max_concurrency,
-        seed=config.run.seed,
-        args=engines.args,
-        launch_timeout_s=engines.launch_timeout_s,
-    )
-
-
-def _fleet_options(config: RunConfig) -> FleetOptions:
-    engines, health = config.engines, config.engines.health
-    return FleetOptions(
-        count=engines.count,
-        max_concurrency=engines.max_concurrency,
-        restart_budget=engines.restart.budget,
-        restart_backoff_s=engines.restart.backoff_s,
-        # Beyond the launcher's own deadline, whose error holds the last lines that the engine printed.
-        launch_timeout_s=engines.launch_timeout_s + HOST_START_TIMEOUT_S + ANSWER_MARGIN_S,
-        sync_timeout_s=engines.sync_timeout_s,
-        drain_timeout_s=config.inference.drain_timeout_s,
-        max_unavailable=config.inference.max_unavailable,
-        stop_grace_s=engines.stop_grace_s,
-        health=HealthOptions(
-            interval_s=health.interval_s,
-            timeout_s=health.timeout_s,
-            failures=health.failures,
-            startup_grace_s=health.startup_grace_s,
-        ),
-    )
-
-
-def _trainer_options(config: RunConfig, model_path: Path) -> TrainerOptions:
-    trainer, optimizer, algorithm = config.trainer, config.trainer.optimizer, config.algorithm
-    return TrainerOptions(
-        model_path=model_path.resolve(),
-        seed=config.run.seed,
-        dtype=trainer.dtype,
-        lr=optimizer.lr,
-        lr_warmup_steps=optimizer.warmup_steps,
-        lr_decay_steps=config.train.steps,
-        lr_final_fraction=optimizer.final_fraction,
-        betas=optimizer.betas,
-        eps=optimizer.eps,
-        weight_decay=optimizer.weight_decay,
-        clip_grad=optimizer.clip_grad,
-        micro_batch_tokens=trainer.micro_batch_tokens,
-        temperature=config.rollout.temperature,
-        threads=trainer.threads,
-        advantage=algorithm.advantage,
-        advantage_options=algorithm.advantage_options,
-        loss=algorithm.loss,
-        clip=algorithm.clip,
-        call_timeout_s=trainer.call_timeout_s,
-    )
-
-
-def _weight_sync_options(config: RunConfig, folder: Path) -> WeightSyncOptions:
-    sync = config.weight_sync
-    return WeightSyncOptions(
-        transport=sync.transport,
-        mode=sync.mode,
-        max_updating=sync.max_updating,
-        n_slots=sync.n_slots,
-        pull_timeout_s=sync.pull_timeout_s,
-        vote_timeout_s=sync.vote_timeout_s,
-        audit_every=sync.audit_every,
-        folder=(folder / "weights").resolve(),
-    )
-
-
-def _rollout_options(config: RunConfig, model: ModelInfo, tokenizer: Tokenizer) -> RolloutOptions:
-    rollout = config.rollout
-    return RolloutOptions(
-        group_size=rollout.group_size,
-        groups_per_step=config.train.groups_per_step,
-        sampling=SamplingParams(
-            max_new_tokens=rollout.max_tokens,
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            stop_token_ids=tokenizer.eos_ids,
-        ),
-        max_context=model.context_length,
-        max_staleness=rollout.max_staleness,
-        partial=rollout.partial,
-        filter_zero_variance=rollout.filter_zero_variance,
-        max_retries=rollout.max_retries,
-        request_timeout_s=rollout.request_timeout_s,
-        max_barren_groups=BARREN_STEPS * config.train.groups_per_step,
     )

@@ -11,16 +11,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from miles.config.algorithm import GROUP_BASELINES, AlgorithmConfig
 from miles.config.base import FilePath, KeyProblem, Seconds, Section
 from miles.config.fleet import ClusterConfig, EnginesConfig, InferenceConfig, RolloutConfig, WeightSyncConfig
-from miles.config.learning import (
-    GROUP_BASELINES,
-    AlgorithmConfig,
-    CheckpointConfig,
-    EvalConfig,
-    TrainConfig,
-    TrainerConfig,
-)
+from miles.config.learning import CheckpointConfig, EvalConfig, TrainConfig
+from miles.config.trainer import TrainerConfig
 
 
 class RunSection(Section):

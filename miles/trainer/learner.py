@@ -26,9 +26,10 @@ from miles.trainer.logprobs import entropies, scaled_logits, token_logprobs
 from miles.trainer.model import build_model, read_architecture
 from miles.trainer.optimizer import PortableFP32Optimizer, learning_rate, reduce_gradients, total_over_data_parallel
 from miles.trainer.options import TrainerOptions
-from miles.trainer.packing import MicroBatch, TokenSequence, pack
+from miles.trainer.packing import MicroBatch, pack
 from miles.trainer.protocol import Example, StepStats, TensorShard
 from miles.trainer.rl_batch import RlBatch, prepare
+from miles.trainer.sequences import TokenSequence
 from miles.trainer.shards import iter_shards
 
 LossFunction = Callable[[MicroBatch, Tensor], TokenLoss]

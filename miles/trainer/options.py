@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from controllers.errors import ConfigError
+from miles.trainer.parallel import ParallelSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +44,12 @@ class TrainerOptions:
     loss: str = "clipped"
     clip: tuple[float, float] = (0.2, 0.28)
     """The ratio is clipped to [1 - clip[0], 1 + clip[1]]."""
-    tensor_parallel: int = 1
-    pipeline_parallel: int = 1
-    data_parallel: int = 1
+    parallel: ParallelSizes = ParallelSizes()
+    """How many ranks there are, and how they share the model and the batch."""
+    device: str = "cpu"
+    """`cpu` (gloo) or `cuda` (NCCL, one GPU a rank)."""
+    recompute: bool = False
+    """Compute each layer's activations again in the backward pass in place of keeping them."""
     start_timeout_s: float = 180.0
     """Deadline for a rank to load its model."""
     call_timeout_s: float = 600.0
@@ -54,7 +58,7 @@ class TrainerOptions:
     @property
     def world_size(self) -> int:
         """Number of trainer ranks."""
-        return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
+        return self.parallel.world_size
 
     def __post_init__(self) -> None:
         positive = ("lr", "eps", "temperature", "micro_batch_tokens", "lr_decay_steps", "threads")
@@ -66,11 +70,11 @@ class TrainerOptions:
             value = getattr(self, key)
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"trainer {key} must be 0 or more, not {value!r}", key=key)
-        if self.dtype != "float32":
+        if self.device not in ("cpu", "cuda"):
+            raise ConfigError(f"trainer device must be cpu or cuda, not {self.device!r}", key="device")
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ConfigError(f"trainer dtype must be float32 or bfloat16, not {self.dtype!r}", key="dtype")
+        if self.dtype != "float32" and self.device == "cpu":
             raise ConfigError(f"trainer dtype {self.dtype!r} is not supported on CPU: use float32", key="dtype")
-        for key in ("tensor_parallel", "pipeline_parallel", "data_parallel"):
-            value = getattr(self, key)
-            if value != 1:
-                raise ConfigError(f"trainer {key} = {value!r} is not supported yet: use 1", key=key)
         if not 0 <= self.clip[0] < 1 or self.clip[1] < 0:
             raise ConfigError(f"algorithm clip must be [0 <= low < 1, high >= 0], not {self.clip!r}", key="clip")

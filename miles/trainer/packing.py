@@ -13,30 +13,7 @@ import torch
 from torch import Tensor
 
 from miles.trainer.modules import PackedRuns, pack_params
-
-
-@dataclass(frozen=True, slots=True)
-class TokenSequence:
-    """A prompt and the tokens to be predicted after it. Both have at least one token.
-
-    `behaviour` holds the logprob under which each response token was sampled; None where there is none.
-    """
-
-    prompt_ids: Sequence[int]
-    response_ids: Sequence[int]
-    behaviour: Sequence[float] | None = None
-    advantage: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not self.prompt_ids or not self.response_ids:
-            raise ValueError("a sequence to train on needs a prompt and a response of at least one token each")
-        if self.behaviour is not None and len(self.behaviour) != len(self.response_ids):
-            raise ValueError(f"{len(self.response_ids)} response tokens but {len(self.behaviour)} logprobs")
-
-    @property
-    def length(self) -> int:
-        """Input tokens: the last response token is only predicted."""
-        return len(self.prompt_ids) + len(self.response_ids) - 1
+from miles.trainer.sequences import TokenSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +75,7 @@ def _micro_batch(sequences: Sequence[TokenSequence], indices: list[int], device:
         rows.extend(range(first, first + count))
         targets.extend(sequence.response_ids)
         behaviour.extend(sequence.behaviour or [0.0] * count)
-        advantages.extend([sequence.advantage] * count)
+        advantages.extend(sequence.advantages or [0.0] * count)
     return MicroBatch(
         indices=tuple(indices),
         input_ids=torch.tensor([inputs], device=device),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from executors.trajectory import Batch
 from miles.algorithms.advantages import group_advantages
-from miles.trainer.packing import TokenSequence
+from miles.trainer.sequences import TokenSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,8 @@ def prepare(batch: Batch, advantage: Callable[..., Sequence[float]], options: Ma
             if member.reward is not None and math.isfinite(member.reward):
                 rewards.append(member.reward)
             if value is not None:
-                sequences.append(TokenSequence(member.prompt_ids, member.response_ids, member.logprobs, value))
+                spread = [value] * len(member.response_ids)
+                sequences.append(TokenSequence(member.prompt_ids, member.response_ids, member.logprobs, spread))
     return RlBatch(
         sequences=tuple(sequences),
         reward_mean=math.fsum(rewards) / len(rewards) if rewards else math.nan,

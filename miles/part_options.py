@@ -1,0 +1,130 @@
+"""From the configuration to the options of each part; the assembly calls these, each part sees its own options only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from controllers.inference_controller import FleetOptions, HealthOptions
+from executors.rollout_executor import RolloutOptions
+from executors.sampling_client import SamplingParams
+from miles.cluster.ray_cluster import RayOptions
+from miles.config import RunConfig
+from miles.engines.launcher import ANSWER_MARGIN_S, HOST_START_TIMEOUT_S, LauncherOptions
+from miles.models.folder import ModelInfo
+from miles.models.tokenizer import Tokenizer
+from miles.trainer.options import TrainerOptions
+from miles.weight_sync.options import WeightSyncOptions
+
+WEIGHT_LOADER = "miles.weight_sync.agent.load"
+LOG_FOLDER = "logs"
+BARREN_STEPS = 20
+"""Steps' worth of groups that may be filtered, dropped or failed in a row before a run gives up."""
+
+
+def ray_options(config: RunConfig) -> RayOptions:
+    """Of the Ray cluster."""
+    return RayOptions(address=config.cluster.address, object_store_bytes=config.cluster.object_store_mb * 1024 * 1024)
+
+
+def launcher_options(config: RunConfig, model_path: Path, folder: Path) -> LauncherOptions:
+    """Of the engines, whose files go below `folder`."""
+    engines = config.engines
+    ports = () if engines.port is None else tuple(range(engines.port, engines.port + engines.count))
+    return LauncherOptions(
+        model_path=model_path.resolve(),
+        log_dir=(folder / LOG_FOLDER).resolve(),
+        kind=engines.kind,
+        ports=ports,
+        weight_loader=WEIGHT_LOADER,
+        max_running_requests=engines.max_concurrency,
+        seed=config.run.seed,
+        args=engines.args,
+        launch_timeout_s=engines.launch_timeout_s,
+    )
+
+
+def fleet_options(config: RunConfig) -> FleetOptions:
+    """Of the controller."""
+    engines, health = config.engines, config.engines.health
+    return FleetOptions(
+        count=engines.count,
+        max_concurrency=engines.max_concurrency,
+        restart_budget=engines.restart.budget,
+        restart_backoff_s=engines.restart.backoff_s,
+        # Beyond the launcher's own deadline, whose error holds the last lines that the engine printed.
+        launch_timeout_s=engines.launch_timeout_s + HOST_START_TIMEOUT_S + ANSWER_MARGIN_S,
+        sync_timeout_s=engines.sync_timeout_s,
+        drain_timeout_s=config.inference.drain_timeout_s,
+        max_unavailable=config.inference.max_unavailable,
+        stop_grace_s=engines.stop_grace_s,
+        health=HealthOptions(
+            interval_s=health.interval_s,
+            timeout_s=health.timeout_s,
+            failures=health.failures,
+            startup_grace_s=health.startup_grace_s,
+        ),
+    )
+
+
+def trainer_options(config: RunConfig, model_path: Path) -> TrainerOptions:
+    """Of every trainer rank."""
+    trainer, optimizer, algorithm = config.trainer, config.trainer.optimizer, config.algorithm
+    return TrainerOptions(
+        model_path=model_path.resolve(),
+        seed=config.run.seed,
+        dtype=trainer.dtype,
+        lr=optimizer.lr,
+        lr_warmup_steps=optimizer.warmup_steps,
+        lr_decay_steps=config.train.steps,
+        lr_final_fraction=optimizer.final_fraction,
+        betas=optimizer.betas,
+        eps=optimizer.eps,
+        weight_decay=optimizer.weight_decay,
+        clip_grad=optimizer.clip_grad,
+        micro_batch_tokens=trainer.micro_batch_tokens,
+        temperature=config.rollout.temperature,
+        threads=trainer.threads,
+        advantage=algorithm.advantage,
+        advantage_options=algorithm.advantage_options,
+        loss=algorithm.loss,
+        clip=algorithm.clip,
+        call_timeout_s=trainer.call_timeout_s,
+    )
+
+
+def weight_sync_options(config: RunConfig, folder: Path) -> WeightSyncOptions:
+    """Of the sync service, whose disk transport writes below `folder`."""
+    sync = config.weight_sync
+    return WeightSyncOptions(
+        transport=sync.transport,
+        mode=sync.mode,
+        max_updating=sync.max_updating,
+        n_slots=sync.n_slots,
+        pull_timeout_s=sync.pull_timeout_s,
+        vote_timeout_s=sync.vote_timeout_s,
+        audit_every=sync.audit_every,
+        folder=(folder / "weights").resolve(),
+    )
+
+
+def rollout_options(config: RunConfig, model: ModelInfo, tokenizer: Tokenizer) -> RolloutOptions:
+    """Of the executor."""
+    rollout = config.rollout
+    return RolloutOptions(
+        group_size=rollout.group_size,
+        groups_per_step=config.train.groups_per_step,
+        sampling=SamplingParams(
+            max_new_tokens=rollout.max_tokens,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            stop_token_ids=tokenizer.eos_ids,
+        ),
+        max_context=model.context_length,
+        max_staleness=rollout.max_staleness,
+        partial=rollout.partial,
+        filter_zero_variance=rollout.filter_zero_variance,
+        max_retries=rollout.max_retries,
+        request_timeout_s=rollout.request_timeout_s,
+        max_barren_groups=BARREN_STEPS * config.train.groups_per_step,
+    )
