@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from controllers.errors import ConfigError
-from miles.trainer.parallel import ParallelSizes
+from miles.trainer.parallel import ONE_RANK, ParallelSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class TrainerOptions:
     loss: str = "clipped"
     clip: tuple[float, float] = (0.2, 0.28)
     """The ratio is clipped to [1 - clip[0], 1 + clip[1]]."""
-    parallel: ParallelSizes = ParallelSizes()
+    parallel: ParallelSizes = ONE_RANK
     """How many ranks there are, and how they share the model and the batch."""
     device: str = "cpu"
     """`cpu` (gloo) or `cuda` (NCCL, one GPU a rank)."""

@@ -28,7 +28,8 @@ class ParallelSizes:
         for key in ("tensor", "pipeline", "context", "data", "expert"):
             size = getattr(self, key)
             if size < 1:
-                raise ConfigError(f"trainer.{key}_parallel must be 1 or more, not {size!r}", key=f"trainer.{key}_parallel")
+                name = f"trainer.{key}_parallel"
+                raise ConfigError(f"{name} must be 1 or more, not {size!r}", key=name)
         if (self.context * self.data) % self.expert:
             raise ConfigError(
                 f"trainer.expert_parallel = {self.expert} must divide data_parallel x context_parallel = "
@@ -46,11 +47,14 @@ class ParallelSizes:
         return self.tensor * self.pipeline * self.context * self.data
 
 
+ONE_RANK = ParallelSizes()
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where one rank stands: its index along each dimension of `sizes`."""
 
-    sizes: ParallelSizes = ParallelSizes()
+    sizes: ParallelSizes = ONE_RANK
     tensor: int = 0
     pipeline: int = 0
     context: int = 0
