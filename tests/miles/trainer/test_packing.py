@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from miles.trainer.packing import MicroBatch, TokenSequence, pack
+from miles.trainer.packing import MicroBatch, pack
+from miles.trainer.sequences import TokenSequence
 
 
 def some_sequences(count: int = 40) -> list[TokenSequence]:
