@@ -15,7 +15,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from controllers.errors import ConfigError
 from miles.models.architecture import ARCHITECTURES
-from miles.trainer.modules import LocalRMSNorm, LocalRotary, SdpaCoreAttention
+from miles.trainer.attention import SdpaCoreAttention
+from miles.trainer.modules import LocalRMSNorm, LocalRotary
 
 SUPPORTED_MODELS = tuple(ARCHITECTURES.values())
 SUPPORTED_ROPE = ("default", "llama3")

@@ -1,93 +1,12 @@
-"""Megatron-core layer pieces that need no Transformer Engine, Apex or GPU; plugged in through the layer spec.
-
-Attention over packed sequences costs one SDPA call per run of equally long neighbours, so packers sort by length.
-"""
+"""Megatron-core layer pieces that need no Transformer Engine, Apex or GPU; plugged in through the layer spec."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
-
-
-@dataclass
-class PackedRuns(PackedSeqParams):  # type: ignore[misc]
-    """Packed (`thd`) sequences that know, on the host, their runs of equal length: (count, length) in order."""
-
-    runs: tuple[tuple[int, int], ...] = ()
-
-
-def pack_params(lengths: list[int], device: torch.device) -> PackedRuns:
-    """Parameters for sequences of these lengths (each at least 1) laid end to end."""
-    cumulative = torch.zeros(len(lengths) + 1, dtype=torch.int32)
-    cumulative[1:] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
-    cumulative = cumulative.to(device)
-    return PackedRuns(
-        qkv_format="thd",
-        cu_seqlens_q=cumulative,
-        cu_seqlens_kv=cumulative,
-        max_seqlen_q=max(lengths),
-        max_seqlen_kv=max(lengths),
-        runs=tuple((len(list(same)), length) for length, same in groupby(lengths)),
-    )
-
-
-class SdpaCoreAttention(MegatronModule):  # type: ignore[misc]
-    """Causal core attention over torch's SDPA, for one `sbhd` batch or for packed `thd` sequences."""
-
-    def __init__(
-        self,
-        config: Any,
-        layer_number: int,
-        attn_mask_type: Any,
-        attention_type: str,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: Any = None,
-    ) -> None:
-        super().__init__(config=config)
-        if config.context_parallel_size != 1 or config.window_size is not None:
-            raise ValueError("neither context parallelism nor sliding windows are supported")
-        self.softmax_scale = softmax_scale
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        attn_mask_type: Any = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: PackedRuns | None = None,
-    ) -> Tensor:
-        """`thd`: q [t, heads, d], k/v [t, groups, d] -> [t, heads * d]. `sbhd`: the same with [s, b, ...]."""
-        if attention_bias is not None or attention_mask is not None:
-            raise ValueError("only causal masks are supported")
-        if packed_seq_params is None:
-            out = self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value))).permute(2, 0, 1, 3)
-            return out.reshape(*out.shape[:2], -1)
-        pieces, start = [], 0
-        for count, length in packed_seq_params.runs:
-            end = start + count * length
-            q, k, v = (x[start:end].view(count, length, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
-            pieces.append(self._attend(q, k, v).transpose(1, 2).flatten(0, 1).flatten(1))
-            start = end
-        return torch.cat(pieces)
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """[b, heads, s, d], [b, groups, s, d] twice -> [b, heads, s, d]."""
-        grouped = query.shape[1] != key.shape[1]
-        return F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, enable_gqa=grouped, scale=self.softmax_scale
-        )
 
 
 class LocalRMSNorm(torch.nn.RMSNorm):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from miles.trainer.modules import PackedRuns, pack_params
+from miles.trainer.attention import PackedRuns, pack_params
 from miles.trainer.sequences import TokenSequence
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from executors.trajectory import Batch
 from miles.algorithms.advantages import grpo
+from miles.trainer.attention import pack_params
 from miles.trainer.learner import Learner
-from miles.trainer.modules import pack_params
 from miles.trainer.optimizer import learning_rate
 from miles.trainer.weights import copy_out
 from tests.miles.trainer.tiny import VOCAB, hf_tensors, learner, random_batch, reference, write_model
