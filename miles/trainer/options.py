@@ -10,6 +10,8 @@ from pathlib import Path
 from controllers.errors import ConfigError
 from miles.trainer.parallel import ONE_RANK, ParallelSizes
 
+LR_SCHEDULES = ("linear", "cosine", "constant")
+
 
 @dataclass(frozen=True, slots=True)
 class TrainerOptions:
@@ -24,8 +26,10 @@ class TrainerOptions:
     """Peak learning rate of reinforcement learning; the warm-up stage brings its own."""
     lr_warmup_steps: int = 10
     """Steps over which the rate climbs linearly from lr / lr_warmup_steps to lr."""
+    lr_schedule: str = "linear"
+    """How the rate falls after its climb: a name of LR_SCHEDULES."""
     lr_decay_steps: int = 500
-    """Step at which the linear decay ends: usually the total number of RL steps."""
+    """Step at which the decay ends: usually the total number of RL steps."""
     lr_final_fraction: float = 0.1
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -70,6 +74,11 @@ class TrainerOptions:
             value = getattr(self, key)
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"trainer {key} must be 0 or more, not {value!r}", key=key)
+        if self.lr_schedule not in LR_SCHEDULES:
+            known = ", ".join(LR_SCHEDULES)
+            raise ConfigError(
+                f"trainer lr_schedule must be one of {known}, not {self.lr_schedule!r}", key="lr_schedule"
+            )
         if self.device not in ("cpu", "cuda"):
             raise ConfigError(f"trainer device must be cpu or cuda, not {self.device!r}", key="device")
         if self.dtype not in ("float32", "bfloat16"):
