@@ -48,6 +48,29 @@ def _without_compiler() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def building_on_cpu() -> Iterator[None]:
+    """Let a model be built without a GPU: the last pipeline stage moves its copy of a tied embedding to one."""
+    import torch
+
+    with mock.patch.object(torch.Tensor, "cuda", lambda self, *_args, **_kwargs: self):
+        yield
+
+
+@contextmanager
+def experts_on_cpu(dispatcher: type[Any]) -> Iterator[None]:
+    """Let a mixture-of-experts layer be built without a GPU, with `dispatcher` in place of the all-to-all one."""
+    from megatron.core.transformer.moe import moe_layer
+
+    upstream = moe_layer.MoEAlltoAllTokenDispatcher
+    with (
+        mock.patch.object(moe_layer, "MoEAlltoAllTokenDispatcher", dispatcher),
+        # Any object will do: a dispatcher that finds none makes a CUDA stream.
+        mock.patch.object(upstream, "cuda_dtoh_stream", object()),
+    ):
+        yield
+
+
 def _write_in_process(
     transforms: list[Any], use_msc: bool, rank: int, buckets: list[Any], results: queue.Queue[Any]
 ) -> None:
