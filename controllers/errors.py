@@ -7,6 +7,7 @@ MilesError
 │   ├── EngineUnreachable       no answer, or the connection broke
 │   ├── EngineRejected          an answer that refuses the call (HTTP 4xx/5xx); not worth retrying as it is
 │   ├── ActorDied               a Ray actor is gone
+│   ├── CheckpointFailed        a checkpoint could not be written
 │   └── PortTaken
 ├── IllegalTransition           an engine state change that the table does not hold
 ├── StaleIncarnation            a message about an engine from an earlier life of it
@@ -68,6 +69,10 @@ class EngineRejected(InfrastructureError):
 
 class ActorDied(InfrastructureError):
     """A Ray actor is gone (`actor`)."""
+
+
+class CheckpointFailed(InfrastructureError):
+    """A rank could not write its part of a checkpoint (`folder`), so there is none there."""
 
 
 class PortTaken(InfrastructureError):
