@@ -75,6 +75,7 @@ def trainer_options(config: RunConfig, model_path: Path) -> TrainerOptions:
         dtype=trainer.dtype,
         lr=optimizer.lr,
         lr_warmup_steps=optimizer.warmup_steps,
+        lr_schedule=optimizer.schedule,
         lr_decay_steps=config.train.steps,
         lr_final_fraction=optimizer.final_fraction,
         betas=optimizer.betas,
@@ -88,6 +89,9 @@ def trainer_options(config: RunConfig, model_path: Path) -> TrainerOptions:
         advantage_options=algorithm.advantage_options,
         loss=algorithm.loss,
         clip=algorithm.clip,
+        parallel=trainer.parallel_sizes(),
+        device=trainer.device,
+        recompute=trainer.recompute,
         call_timeout_s=trainer.call_timeout_s,
     )
 

@@ -25,6 +25,7 @@ def check_environment(config: RunConfig) -> None:
     """
     _check_names(config)
     _check_data(config.data)
+    _check_trainer(config)
     context_length = _context_length(config.model)
     if config.rollout.max_tokens >= context_length:
         raise KeyProblem(
@@ -73,6 +74,19 @@ def _check_names(config: RunConfig) -> None:
     algorithms.check("loss", config.algorithm.loss)
     if ":" not in config.reward:
         load_reward(config.reward)
+
+
+def _check_trainer(config: RunConfig) -> None:
+    from miles.models.folder import read_config
+    from miles.models.presets import preset_shape
+    from miles.trainer.model_cut import check_cut
+    from miles.trainer.registry import MEGATRON, check_backend
+
+    check_backend(config.trainer.backend)
+    sizes = config.trainer.parallel_sizes()
+    if config.trainer.backend == MEGATRON:
+        path = config.model.path
+        check_cut(read_config(path) if path is not None else preset_shape(str(config.model.preset)).config(), sizes)
 
 
 def _check_arguments(advantage: Callable[..., Any], options: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The sections about the course of a run: train, eval and checkpoint."""
+"""The sections about the course of a run: train, eval, checkpoint and debug."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from miles.config.base import Count, PositiveInt, Section
+from miles.config.base import Count, FilePath, PositiveInt, Section
 
 
 class WarmupConfig(Section):
@@ -53,3 +53,18 @@ class CheckpointConfig(Section):
 
     keep: PositiveInt = 2
     """Newest checkpoints that are kept."""
+
+
+class DebugConfig(Section):
+    """`debug`: one half of a run without the other, and what passes between the two."""
+
+    dump_batches: bool = False
+    """Keep every batch that was trained, as `batches/` in the run folder."""
+
+    replay: FilePath | None = None
+    """Train on the batches of this `batches/` folder, in order, without engines. The warm-up is done as ever."""
+
+    rollout_only: bool = False
+    """No trainer: engines serve the weights of the model's folder, and `train.steps` batches are scored and kept.
+
+    Warm-up, evaluations and checkpoints are left out."""

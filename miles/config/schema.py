@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from miles.config.algorithm import GROUP_BASELINES, AlgorithmConfig
 from miles.config.base import FilePath, KeyProblem, Seconds, Section
 from miles.config.fleet import ClusterConfig, EnginesConfig, InferenceConfig, RolloutConfig, WeightSyncConfig
-from miles.config.learning import CheckpointConfig, EvalConfig, TrainConfig
+from miles.config.learning import CheckpointConfig, DebugConfig, EvalConfig, TrainConfig
 from miles.config.trainer import TrainerConfig
 
 
@@ -131,6 +131,9 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     """What survives the run."""
 
+    debug: DebugConfig = DebugConfig()
+    """One half of a run without the other."""
+
     cluster: ClusterConfig = ClusterConfig()
     """Ray."""
 
@@ -156,6 +159,12 @@ def _cross_check(config: RunConfig) -> Iterator[KeyProblem]:
         yield KeyProblem(
             "rollout.group_size", f"advantage {config.algorithm.advantage!r} compares samples, so at least 2 a group", 1
         )
+    if config.trainer.dtype == "bfloat16" and config.trainer.device == "cpu":
+        yield KeyProblem("trainer.dtype", "needs trainer.device: cuda", config.trainer.dtype)
+    if config.trainer.backend_options and config.trainer.backend == "megatron":
+        yield KeyProblem("trainer.backend_options", "'megatron' has none", config.trainer.backend_options)
+    if config.debug.rollout_only and config.debug.replay is not None:
+        yield KeyProblem("debug.rollout_only", "there is nothing to generate where debug.replay is set", True)
     if engines.port is not None and engines.port + engines.count - 1 > 65535:
         yield KeyProblem("engines.port", f"{engines.count} engines need ports up to 65535", engines.port)
     if (

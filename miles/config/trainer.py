@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from miles.config.base import Count, Fraction, OnlyOne, PositiveInt, Seconds, Section
+from miles.config.base import Count, Fraction, PositiveInt, Seconds, Section
+from miles.trainer.parallel import ParallelSizes
 
 
 class OptimizerConfig(Section):
-    """`trainer.optimizer`: AdamW with a linear warm-up and decay."""
+    """`trainer.optimizer`: AdamW, and the course of its learning rate."""
 
     lr: Annotated[float, Field(gt=0)] = 3.0e-4
     """Peak learning rate."""
@@ -18,8 +19,11 @@ class OptimizerConfig(Section):
     warmup_steps: Count = 10
     """Steps over which the learning rate rises to its peak."""
 
+    schedule: Literal["linear", "cosine", "constant"] = "linear"
+    """How the learning rate falls from its peak over the rest of `train.steps`; `constant` does not."""
+
     final_fraction: Fraction = 0.1
-    """The learning rate of the last step, as a fraction of the peak."""
+    """The learning rate of the last step, as a fraction of the peak; without effect on `constant`."""
 
     betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.95)
     """Decay of the running means of the gradient and of its square."""
@@ -37,23 +41,38 @@ class OptimizerConfig(Section):
 class TrainerConfig(Section):
     """`trainer`: the ranks that learn."""
 
-    backend: Literal["megatron"] = "megatron"
-    """What computes gradients: Megatron-core."""
+    backend: Annotated[str, Field(min_length=1)] = "megatron"
+    """What computes gradients: `megatron` (Megatron-core), or a factory of your own as `package.module:function`."""
 
-    tensor_parallel: OnlyOne = 1
-    """Ranks that share one layer."""
+    backend_options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of a factory of your own."""
 
-    pipeline_parallel: OnlyOne = 1
+    tensor_parallel: PositiveInt = 1
+    """Ranks that share one layer; divides attention heads, key/value heads and the MLP."""
+
+    sequence_parallel: bool = False
+    """Tensor-parallel ranks also share the tokens between attention and MLP; needs `tensor_parallel` above 1."""
+
+    pipeline_parallel: PositiveInt = 1
     """Stages the layers are cut into."""
 
-    expert_parallel: OnlyOne = 1
-    """Ranks that share the experts of a layer."""
+    context_parallel: PositiveInt = 1
+    """Ranks that share the tokens of one sequence."""
 
-    data_parallel: OnlyOne = 1
-    """Copies of the model that share a batch."""
+    expert_parallel: PositiveInt = 1
+    """Ranks that share the experts of a layer; divides `data_parallel` x `context_parallel`."""
 
-    dtype: Literal["float32"] = "float32"
-    """Type of the parameters; this version has no other."""
+    data_parallel: PositiveInt = 1
+    """Copies of the model that share a batch. The number of ranks is the product of all sizes but the experts'."""
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    """`cpu` (ranks talk over gloo) or `cuda` (one GPU a rank, NCCL)."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the parameters and of the forward pass; `bfloat16` (GPU only) keeps float32 main weights."""
+
+    recompute: bool = False
+    """Compute each layer's activations again in the backward pass in place of keeping them; saves memory."""
 
     threads: PositiveInt = 1
     """CPU threads of each rank."""
@@ -66,3 +85,14 @@ class TrainerConfig(Section):
 
     call_timeout_s: Seconds = 600.0
     """How long one call of the trainer may take."""
+
+    def parallel_sizes(self) -> ParallelSizes:
+        """How ranks share the model and the batch. Raises ConfigError for sizes that do not fit one another."""
+        return ParallelSizes(
+            tensor=self.tensor_parallel,
+            pipeline=self.pipeline_parallel,
+            context=self.context_parallel,
+            data=self.data_parallel,
+            expert=self.expert_parallel,
+            sequence=self.sequence_parallel,
+        )

@@ -38,7 +38,7 @@ def inspect_model_folder(path: Path) -> ModelInfo:
     """
     if not path.is_dir():
         raise _fault(path, "is not a folder")
-    config = _read_config(path)
+    config = read_config(path)
     if (problem := unsupported(config)) is not None:
         raise _fault(path, problem)
     vocab_size = _positive(path, config, "vocab_size")
@@ -53,7 +53,8 @@ def _fault(path: Path, problem: str) -> ConfigError:
     return ConfigError(f"model.path: {str(path)!r} {problem}", key="model.path")
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
+    """The content of a model folder's config.json. Raises ConfigError where there is none."""
     if not (path / "config.json").is_file():
         raise _fault(path, "has no config.json")
     return _read_object(path, "config.json")

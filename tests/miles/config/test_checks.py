@@ -10,6 +10,9 @@ import pytest
 
 from controllers.errors import ConfigError
 from miles.config import check_ports, load_config
+from miles.models.presets import write_preset
+from miles.trainer.model_cut import check_cut
+from miles.trainer.parallel import ParallelSizes
 
 BASE = "data: {source: sort_digits}\ntrain: {steps: 10}\n"
 
@@ -93,6 +96,50 @@ def test_names_of_code_are_checked_and_suggested(config_file: Path, override: st
     line = refusal(config_file, override)
     assert line.startswith("command line: ")
     assert all(part in line for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["tensor_parallel=4"], "trainer.tensor_parallel: 4 ranks cannot share 2 key/value heads"),
+        (["pipeline_parallel=3"], "trainer.pipeline_parallel: 3 ranks cannot share 2 layers"),
+        (["expert_parallel=2"], "trainer.expert_parallel = 2 must divide data_parallel x context_parallel = 1"),
+        (["expert_parallel=2", "data_parallel=2"], "trainer.expert_parallel: the model has no experts to share over 2"),
+        (["sequence_parallel=true"], "trainer.sequence_parallel needs trainer.tensor_parallel above 1"),
+        (["data_parallel=0"], "trainer.data_parallel: must be at least 1, got 0"),
+        (["dtype=bfloat16"], "trainer.dtype: needs trainer.device: cuda, got 'bfloat16'"),
+        (["backend=megatrn"], "trainer.backend: unknown name 'megatrn'; did you mean 'megatron'?"),
+        (["backend_options={lr: 1}"], "trainer.backend_options: 'megatron' has none"),
+    ],
+)
+def test_a_trainer_that_cannot_be_is_refused(config_file: Path, overrides: list[str], line: str) -> None:
+    """Without a look at the model's shape all of the first four would only fail on the ranks, a minute later."""
+    refused = refusal(config_file, *[f"trainer.{override}" for override in overrides])
+    assert refused.startswith(f"command line: {line}")
+
+
+def test_sizes_that_fit_and_other_trainers_pass(config_file: Path) -> None:
+    fitting = ["tensor_parallel=2", "sequence_parallel=true", "pipeline_parallel=2", "data_parallel=3"]
+    config = load_config(config_file, [f"trainer.{override}" for override in fitting])
+    assert config.trainer.parallel_sizes().world_size == 12
+    load_config(config_file, ["trainer.backend=no_such_module:make", "trainer.tensor_parallel=4"])
+    load_config(config_file, ["trainer.device=cuda", "trainer.dtype=bfloat16"])
+
+
+def test_the_shape_is_that_of_the_models_folder(config_file: Path, tmp_path: Path) -> None:
+    """With 4 key/value heads 4 ranks fit; and experts are counted."""
+    folder = write_preset("tiny-qwen3", tmp_path / "model")
+    shape = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**shape, "num_key_value_heads": 4}))
+    load_config(config_file, [f"model.path={folder}", "trainer.tensor_parallel=4"])
+    with pytest.raises(ConfigError, match="4 ranks cannot share 6 experts"):
+        check_cut({**shape, "num_experts": 6}, ParallelSizes(data=4, expert=4))
+    check_cut({**shape, "num_experts": 8}, ParallelSizes(data=4, expert=4))
+
+
+def test_a_replay_and_rollouts_alone_exclude_each_other(config_file: Path) -> None:
+    line = refusal(config_file, "debug.rollout_only=true", "debug.replay=runs/first/batches")
+    assert line.startswith("command line: debug.rollout_only: ")
 
 
 def test_a_persons_own_code_is_not_imported_by_a_check(config_file: Path) -> None:

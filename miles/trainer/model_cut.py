@@ -1,0 +1,48 @@
+"""Whether parallel sizes can cut a model, read from its `config.json`. Torch-free: `miles check` calls it.
+
+The trainer would find the same out, a minute later and on every rank at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from controllers.errors import ConfigError
+from miles.trainer.parallel import ParallelSizes
+
+
+def check_cut(model: Mapping[str, Any], sizes: ParallelSizes) -> None:
+    """Raise the ConfigError of the first size that does not divide what it cuts; the message names both."""
+    for key, size, what, count in _cuts(model, sizes):
+        if count % size:
+            raise ConfigError(f"{key}: {size} ranks cannot share {count} {what}", key=key)
+
+
+def _cuts(model: Mapping[str, Any], sizes: ParallelSizes) -> Iterator[tuple[str, int, str, int]]:
+    """(configuration key, its size, what it cuts, how many there are of it)."""
+    heads = int(model.get("num_attention_heads") or 1)
+    experts = _experts(model)
+    tensor = "trainer.tensor_parallel"
+    yield tensor, sizes.tensor, "attention heads", heads
+    yield tensor, sizes.tensor, "key/value heads", int(model.get("num_key_value_heads") or heads)
+    if experts:
+        yield tensor, sizes.tensor, "columns of an expert", int(model.get("moe_intermediate_size") or sizes.tensor)
+    else:
+        yield tensor, sizes.tensor, "columns of the MLP", int(model.get("intermediate_size") or sizes.tensor)
+    yield "trainer.pipeline_parallel", sizes.pipeline, "layers", int(model.get("num_hidden_layers") or sizes.pipeline)
+    if sizes.expert > 1:
+        if not experts:
+            raise ConfigError(
+                f"trainer.expert_parallel: the model has no experts to share over {sizes.expert} ranks",
+                key="trainer.expert_parallel",
+            )
+        yield "trainer.expert_parallel", sizes.expert, "experts", experts
+
+
+def _experts(model: Mapping[str, Any]) -> int:
+    """Experts of a layer, under any of the names that families use; 0 for a dense model."""
+    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if isinstance(model.get(key), int):
+            return int(model[key])
+    return 0

@@ -1,0 +1,56 @@
+"""`trainer.backend` of the configuration: Megatron-core by name, or a factory of a person's own. Torch-free.
+
+A factory is a function or class, called once when a run starts, in the driver, after Ray is up:
+
+    factory(options: TrainerOptions, folder: Path, **trainer.backend_options) -> AbstractAsyncContextManager[Trainer]
+
+`options.model_path` is the Hugging Face folder to start from, `folder` the run folder, for files of the trainer's own.
+Entering the context manager starts the trainer, whose weights are then those of `model_path`; the trainer it yields
+is used until the context is left, in whatever way the run ends. Leaving it must end every process it started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any, cast
+
+from controllers.errors import ConfigError
+from miles.registry import check_name, resolve
+from miles.trainer.options import TrainerOptions
+from miles.trainer.protocol import Trainer
+
+KEY = "trainer.backend"
+MEGATRON = "megatron"
+
+TrainerFactory = Callable[..., AbstractAsyncContextManager[Trainer]]
+
+
+def check_backend(name: str) -> None:
+    """Raise ConfigError for a name that is neither `megatron` nor a path. Imports nothing."""
+    check_name(KEY, name, (MEGATRON,))
+
+
+def load_backend(name: str) -> TrainerFactory:
+    """The factory behind a name. Raises ConfigError for an unknown one, or when it cannot be imported."""
+    found = resolve(KEY, name, {MEGATRON: _megatron})
+    if not callable(found):
+        raise ConfigError(f"{KEY}: {name!r} is neither a function nor a class", key=KEY)
+    return cast(TrainerFactory, found)
+
+
+def open_trainer(
+    name: str, options: TrainerOptions, folder: Path, backend_options: Mapping[str, Any]
+) -> AbstractAsyncContextManager[Trainer]:
+    """Call the factory. Raises ConfigError when it does not make an async context manager."""
+    made = load_backend(name)(options, folder, **backend_options)
+    if not isinstance(made, AbstractAsyncContextManager):
+        raise ConfigError(f"{KEY}: {name!r} returned {made!r}, which is no async context manager", key=KEY)
+    return made
+
+
+def _megatron(options: TrainerOptions, folder: Path) -> AbstractAsyncContextManager[Trainer]:
+    from miles.trainer.megatron import MegatronTrainer
+
+    return MegatronTrainer(options)
