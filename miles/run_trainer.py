@@ -27,6 +27,11 @@ class RunTrainer:
         """Optimizer steps of reinforcement learning done so far."""
         return self._trainer.steps_done
 
+    @property
+    def incarnation(self) -> int:
+        """Rises when the ranks' processes are replaced."""
+        return self._trainer.incarnation
+
     async def step(self, batch: Batch) -> StepStats:
         """One optimizer step. The batch's groups count as trained once it has succeeded."""
         began = time.monotonic()

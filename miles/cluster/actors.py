@@ -31,6 +31,8 @@ class ActorOptions:
     num_gpus: float = 0.0
     max_concurrency: int = 1
     env: Mapping[str, str] = field(default_factory=dict)
+    threads: Mapping[str, int] = field(default_factory=dict)
+    """Threads beside the one for all calls, by a name: `call(..., thread=name)` runs there."""
 
 
 class RemoteActor:
@@ -40,7 +42,7 @@ class RemoteActor:
         self._handle = handle
         self.name = name
 
-    async def call(self, method: str, /, *args: Any, timeout_s: float | None = None) -> Any:
+    async def call(self, method: str, /, *args: Any, timeout_s: float | None = None, thread: str | None = None) -> Any:
         """Call a method and await its result. Cancelling the wait does not stop the method.
 
         Raises ActorDied when the actor is gone, InfrastructureError for other failures of Ray (an object lost, no
@@ -48,7 +50,8 @@ class RemoteActor:
         """
         with anyio.move_on_after(timeout_s):
             try:
-                return await getattr(self._handle, method).remote(*args)
+                bound = getattr(self._handle, method)
+                return await (bound if thread is None else bound.options(concurrency_group=thread)).remote(*args)
             except RayTaskError as error:
                 # First: Ray's class derives from what the method raised too, and could pass for another error below.
                 cause = error.cause
@@ -77,7 +80,7 @@ class RemoteActor:
 def start_actor(cls: type[Any], /, *args: Any, options: ActorOptions) -> RemoteActor:
     """Start an actor of class `cls`. It is alive once its first call returns."""
     runtime_env = {"env_vars": dict(options.env)} if options.env else None
-    remote_class = ray.remote(cls)
+    remote_class = ray.remote(concurrency_groups=dict(options.threads))(cls) if options.threads else ray.remote(cls)
     handle = remote_class.options(
         num_cpus=options.num_cpus,
         num_gpus=options.num_gpus,

@@ -74,6 +74,14 @@ class Trainer(Protocol):
     def steps_done(self) -> int:
         """Optimizer steps of reinforcement learning done so far; the warm-up does not count."""
 
+    @property
+    def incarnation(self) -> int:
+        """Rises when rank processes are lost and others take their place: what plugins kept in them is gone.
+
+        Always the same for a trainer whose ranks are never replaced. An `on_each_rank` that lost its ranks raises
+        ActorDied after this has risen; the next call reaches the new ones.
+        """
+
     async def warmup_step(self, examples: Sequence[Example], lr: float) -> StepStats:
         """One supervised step at learning rate `lr`."""
 

@@ -5,6 +5,7 @@ It is also the RankContext that functions sent by `on_each_rank` see.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,18 +25,47 @@ class TrainerRank:
         self._options = options
         self._rank = rank
         self._plugins: dict[str, Any] = {}
+        self._store: Any = None
         self._opened: Learner | None = None
 
-    def open(self) -> None:
+    def watch(self) -> None:
+        """Never returns, so that whoever waits for it hears of this process's end. In a thread of its own."""
+        threading.Event().wait()
+
+    def rendezvous(self) -> str:
+        """Rank 0's first call: host the meeting point of all ranks; its address, for `open`."""
+        from miles.trainer.cpu_compat import import_megatron
+
+        import_megatron()
+        from miles.trainer.process_group import host_rendezvous
+
+        self._store, address = host_rendezvous(self._options.start_timeout_s)
+        return address
+
+    def open(self, rendezvous: str) -> None:
         """Join the process group and load the model. Raises ConfigError for a model that cannot be loaded."""
         from miles.trainer.cpu_compat import import_megatron
 
         import_megatron()
-        from miles.trainer.learner import Learner
-        from miles.trainer.process_group import join_alone
+        import torch
 
-        join_alone(threads=self._options.threads)
-        self._opened = Learner(self._options)
+        from miles.trainer.learner import Learner
+        from miles.trainer.process_group import connect_rendezvous, join
+
+        options = self._options
+        torch.set_num_threads(options.threads)
+        if self._store is None:
+            self._store = connect_rendezvous(rendezvous, options.start_timeout_s)
+        join(
+            self._rank,
+            options.parallel,
+            self._store,
+            rendezvous,
+            device=options.device,
+            join_timeout_s=options.start_timeout_s,
+            call_timeout_s=options.call_timeout_s,
+        )
+        self._opened = Learner(options)
 
     @property
     def rank(self) -> int:
