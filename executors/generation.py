@@ -176,7 +176,9 @@ class TrajectoryGenerator:
         """Send one request and read its answer. Raises _Interrupted when there is no whole one."""
         if stream.remaining != sampling.max_new_tokens:
             sampling = replace(sampling, max_new_tokens=stream.remaining)
-        request = GenerateRequest(request_id, stream.input_ids(), sampling, lease.cache_salt)
+        request = GenerateRequest(
+            request_id, stream.input_ids(), sampling, lease.cache_salt, stream.routing_from()
+        )
         reading = _Reading(lease, stream, self._counters, self._limits.request_timeout_s)
 
         async def on_revoked() -> None:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 
 from executors.sampling_client import LabelSpan, TokenChunk
+from executors.sampling_record import KeptTokensBuilder, RoutingBuilder, RoutingReport
 from executors.trajectory import StopReason, Trajectory, VersionSpan
 
 
@@ -19,6 +20,9 @@ class GenerationStream:
     __slots__ = (
         "_attempt_start",
         "_granted_version",
+        "_kept",
+        "_report",
+        "_routing",
         "_stop_token_ids",
         "budget",
         "deadline",
@@ -39,6 +43,9 @@ class GenerationStream:
         self._attempt_start = 0
         self._granted_version = 0
         self._stop_token_ids = frozenset(stop_token_ids)
+        self._kept = KeptTokensBuilder()
+        self._routing = RoutingBuilder(len(prompt_ids))
+        self._report: RoutingReport | None = None
 
     @property
     def remaining(self) -> int:
@@ -62,6 +69,10 @@ class GenerationStream:
         """What the next request continues from."""
         return (*self.prompt_ids, *self.token_ids) if self.token_ids else self.prompt_ids
 
+    def routing_from(self) -> int:
+        """First input token whose experts the next request should tell."""
+        return self._routing.wanted_from(len(self.token_ids))
+
     def stop_reason(self) -> StopReason | None:
         """Why no further request is needed, or None.
 
@@ -77,11 +88,17 @@ class GenerationStream:
         """A new request starts after the tokens received so far, on an engine that serves `granted_version`."""
         self._attempt_start = len(self.token_ids)
         self._granted_version = granted_version
+        self._report = None
 
     def append(self, chunk: TokenChunk) -> None:
         """Take in new tokens; those beyond the budget are cut. Raises ValueError for a chunk that is not aligned."""
         if len(chunk.token_ids) != len(chunk.logprobs):
             raise ValueError(f"{len(chunk.token_ids)} tokens but {len(chunk.logprobs)} logprobs in a chunk")
+        if chunk.kept is not None and len(chunk.kept) != len(chunk.token_ids):
+            raise ValueError(f"{len(chunk.token_ids)} tokens but {len(chunk.kept)} kept sets in a chunk")
+        if chunk.routing is not None:
+            self._routing.check(chunk.routing)
+            self._report = chunk.routing
         room = self.remaining
         if len(chunk.token_ids) > room:
             self.token_ids.extend(chunk.token_ids[:room])
@@ -89,6 +106,7 @@ class GenerationStream:
         else:
             self.token_ids.extend(chunk.token_ids)
             self.logprobs.extend(chunk.logprobs)
+        self._kept.extend(chunk.kept, min(len(chunk.token_ids), room))
 
     def end_attempt(self, incarnation: str, labels: Sequence[LabelSpan]) -> bool:
         """Fix the versions of the present request's tokens.
@@ -115,6 +133,8 @@ class GenerationStream:
             versions.append((granted, done, end))
         for number, start, stop in versions:
             self._add_span(number, self._attempt_start + start, self._attempt_start + stop, incarnation)
+        if self._report is not None:
+            self._routing.place(self._report, self._attempt_start, len(self.token_ids))
         self._attempt_start = len(self.token_ids)
         return True
 
@@ -122,6 +142,7 @@ class GenerationStream:
         """Forget the tokens of the present request."""
         del self.token_ids[self._attempt_start :]
         del self.logprobs[self._attempt_start :]
+        self._kept.truncate(self._attempt_start)
 
     def restart(self) -> None:
         """Forget every token: the trajectory begins again."""
@@ -129,6 +150,8 @@ class GenerationStream:
         self.logprobs.clear()
         self.spans.clear()
         self._attempt_start = 0
+        self._kept = KeptTokensBuilder()
+        self._routing = RoutingBuilder(len(self.prompt_ids))
 
     def trajectory(self, stop_reason: StopReason) -> Trajectory:
         """The finished sample, not yet scored."""
@@ -138,6 +161,8 @@ class GenerationStream:
             logprobs=tuple(self.logprobs),
             spans=tuple(self.spans),
             stop_reason=stop_reason,
+            kept=self._kept.build(),
+            routing=self._routing.build(len(self.token_ids)),
         )
 
     def _add_span(self, version: int, start: int, end: int, incarnation: str) -> None:

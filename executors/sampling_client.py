@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+from executors.sampling_record import RoutingReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +18,10 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = -1
     stop_token_ids: tuple[int, ...] = ()
+    return_sampling_mask: bool = False
+    """Ask for the tokens that top-k and top-p kept, and for logprobs normalised over them."""
+    return_routed_experts: bool = False
+    """Ask for the experts that each input token was routed to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +32,8 @@ class GenerateRequest:
     input_ids: tuple[int, ...]
     sampling: SamplingParams
     cache_salt: str
+    routing_from: int = 0
+    """First input token whose experts are asked for, where they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +50,9 @@ class TokenChunk:
     """New tokens of a request since the chunk before.
 
     `finish` is None until the last chunk: then `stop`, `length` or `abort`. `spans` is only on the last chunk and
-    covers the whole request (empty where the server gives none).
+    covers the whole request (empty where the server gives none). `kept` holds, per token, the tokens it was drawn from;
+    where it does, `logprobs` are normalised over them. `routing` is only on the last chunk. Both only if asked for, and
+    where the server tells them.
     """
 
     token_ids: tuple[int, ...]
@@ -50,6 +60,8 @@ class TokenChunk:
     finish: str | None = None
     spans: tuple[LabelSpan, ...] = ()
     cached_tokens: int = 0
+    kept: Sequence[Sequence[int]] | None = None
+    routing: RoutingReport | None = None
 
 
 class SamplingClient(Protocol):

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from executors.sampling_record import KeptTokens, Routing
+
 
 class StopReason(StrEnum):
     """Why a trajectory ended."""
@@ -53,6 +55,10 @@ class Trajectory:
     reward: float | None = None
     mask: tuple[bool, ...] | None = None
     """Which response tokens were sampled and are trained; None means all of them."""
+    kept: KeptTokens | None = None
+    """The tokens each response token was drawn from; `logprobs` are then normalised over them."""
+    routing: Routing | None = None
+    """The experts that input tokens (all but the last response token) were routed to when they were sampled from."""
 
     def __post_init__(self) -> None:
         if self.mask is not None and len(self.mask) != len(self.response_ids):
@@ -61,6 +67,10 @@ class Trajectory:
             raise ValueError(f"{len(self.response_ids)} response tokens but {len(self.logprobs)} logprobs")
         if sum(s.end - s.start for s in self.spans) != len(self.response_ids):
             raise ValueError("version spans do not cover the response")
+        if self.kept is not None and len(self.kept) != len(self.response_ids):
+            raise ValueError(f"{len(self.response_ids)} response tokens but {len(self.kept)} kept sets")
+        if self.routing is not None and len(self.routing) != len(self.prompt_ids) + len(self.response_ids) - 1:
+            raise ValueError(f"routing of {len(self.routing)} input tokens does not fit the sequence")
 
     @property
     def oldest_version(self) -> int:

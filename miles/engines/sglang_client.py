@@ -74,7 +74,7 @@ class SGLangClient:
     def generate(self, url: str, request: GenerateRequest) -> TokenStream:
         """Stream one request. Closing the stream early does not abort it: call `abort` for that."""
         sampling = request.sampling
-        body = {
+        body: dict[str, Any] = {
             "rid": request.request_id,
             "input_ids": request.input_ids,
             "sampling_params": {
@@ -89,7 +89,14 @@ class SGLangClient:
             "stream": True,
             self._options.salt_field: request.cache_salt,
         }
-        return TokenStream(self._open, url, self._url(url, "/generate"), orjson.dumps(body), self._stream_timeout)
+        if sampling.return_sampling_mask:
+            body["return_sampling_mask"] = True
+        if sampling.return_routed_experts:
+            body |= {"return_routed_experts": True, "routed_experts_start_len": request.routing_from}
+        data = orjson.dumps(body)
+        return TokenStream(
+            self._open, url, self._url(url, "/generate"), data, self._stream_timeout, request.routing_from
+        )
 
     async def abort(self, url: str, request_id: str) -> None:
         """Abort one request by its exact id; unknown ids are ignored."""

@@ -16,6 +16,7 @@ from yarl import URL
 from controllers.errors import EngineRejected, EngineUnreachable
 from executors.sampling_client import LabelSpan, TokenChunk
 from miles.engines.http_errors import mapped_errors, refusal
+from miles.engines.sampling_report import reported_kept, reported_routing
 
 CALL = "/generate"
 _DATA = b"data:"
@@ -37,19 +38,27 @@ class TokenStream:
         "_origin",
         "_received",
         "_response",
+        "_routing_from",
         "_session",
         "_timeout",
         "_url",
     )
 
     def __init__(
-        self, session: aiohttp.ClientSession, origin: str, url: URL, body: bytes, timeout: aiohttp.ClientTimeout
+        self,
+        session: aiohttp.ClientSession,
+        origin: str,
+        url: URL,
+        body: bytes,
+        timeout: aiohttp.ClientTimeout,
+        routing_from: int = 0,
     ) -> None:
         self._session = session
         self._origin = origin
         self._url = url
         self._body = body
         self._timeout = timeout
+        self._routing_from = routing_from
         self._response: aiohttp.ClientResponse | None = None
         self._chunks: deque[TokenChunk] = deque()
         self._buffer = b""
@@ -116,12 +125,15 @@ class TokenStream:
             if len(entries) != new:
                 raise ValueError(f"{new} new tokens but {len(entries)} logprobs")
             self._received += new
+            kept, logprobs = reported_kept(meta, new)
             return TokenChunk(
                 token_ids=tuple([entry[1] for entry in entries]),
-                logprobs=tuple([entry[0] for entry in entries]),
+                logprobs=tuple([entry[0] for entry in entries]) if kept is None else logprobs,
                 finish=None if finish is None else finish["type"],
                 spans=() if finish is None else _spans(meta.get("weight_versions")),
                 cached_tokens=meta.get("cached_tokens", 0),
+                kept=kept,
+                routing=None if finish is None else reported_routing(meta, self._routing_from),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise EngineUnreachable(

@@ -14,7 +14,7 @@ from miles.engines.embedded.attention import StepAttention
 from miles.engines.embedded.kv_cache import KvRows
 from miles.engines.embedded.model import Decoder
 from miles.engines.embedded.request import Request
-from miles.engines.embedded.sampler import BatchSampling, Sampler
+from miles.engines.embedded.sampler import BatchSampling, Kept, Sampler
 
 _FIRST_CAPACITY = 63
 
@@ -67,8 +67,8 @@ class RunningBatch:
         """The KV of a request's tokens but the last; a view."""
         return self._cache.view(row, 0, len(self.requests[row].tokens) - 1)
 
-    def step(self) -> tuple[list[int], list[float]]:
-        """Run one decode step: the next token of every request, and its log-probability.
+    def step(self) -> tuple[list[int], list[float], list[Kept | None] | None]:
+        """Run one decode step: the next token of every request, its log-probability, and what it was drawn from.
 
         The caller appends each token to its request before it calls anything else.
         """
@@ -79,7 +79,7 @@ class RunningBatch:
         hidden = self._model(self._next[:rows], positions, StepAttention(self._cache, positions, length))
         if self._sampling is None:
             self._sampling = BatchSampling([request.sampling for request in self.requests])
-        tokens, logprobs = self._sampler.sample(self._model.logits(hidden), self._sampling)
-        self._next[:rows, 0] = tokens
+        sampled = self._sampler.sample(self._model.logits(hidden), self._sampling)
+        self._next[:rows, 0] = sampled.tokens
         positions += 1
-        return tokens.tolist(), logprobs.tolist()
+        return sampled.tokens.tolist(), sampled.logprobs.tolist(), sampled.kept

@@ -11,6 +11,7 @@ import asyncio
 from typing import Any
 
 from miles.engines.embedded.request import Update
+from miles.engines.embedded.sampler import Kept
 
 
 class StreamPacer:
@@ -45,7 +46,9 @@ class TokenOutput:
     `finished` is set as soon as the last update is here. Without a pacer all tokens come in one object at the end.
     """
 
-    def __init__(self, rid: str, prompt_tokens: int, *, return_logprob: bool, pacer: StreamPacer | None) -> None:
+    def __init__(
+        self, rid: str, prompt_tokens: int, *, return_logprob: bool, pacer: StreamPacer | None, masks: bool = False
+    ) -> None:
         self.finished = False
         self._rid = rid
         self._prompt_tokens = prompt_tokens
@@ -53,6 +56,8 @@ class TokenOutput:
         self._pacer = pacer
         self._tokens: list[int] = []
         self._logprobs: list[tuple[float, int, None]] = []
+        self._masks = masks
+        self._kept: list[Kept] = []
         self._completed = 0
         self._last: Update | None = None
         self._paced = False
@@ -65,6 +70,8 @@ class TokenOutput:
             self._tokens.append(update.token)
             if self._return_logprob:
                 self._logprobs.append((update.logprob, update.token, None))
+            if update.kept is not None:
+                self._kept.append(update.kept)
         self._last = update
         if update.finish is not None:
             self.finished = True
@@ -104,6 +111,10 @@ class TokenOutput:
         }
         if self._return_logprob:
             meta["output_token_logprobs"], self._logprobs = self._logprobs, []
+        if self._masks:
+            meta["output_token_sampling_mask"] = [kept.ids for kept in self._kept]
+            meta["output_token_sampling_logprobs"] = [kept.logprob for kept in self._kept]
+            self._kept = []
         if last.finish is not None:
             meta["weight_versions"] = [
                 {"version": span.version, "start": span.start, "end": span.end} for span in last.spans

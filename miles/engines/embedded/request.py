@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from miles.engines.embedded.sampler import Sampling
+from miles.engines.embedded.sampler import Kept, Sampling
 
 N = TypeVar("N", int, float)
 
@@ -69,6 +69,7 @@ class Update(NamedTuple):
     finish: dict[str, Any] | None
     spans: tuple[Span, ...]
     cached_tokens: int
+    kept: Kept | None = None
 
 
 class Output(Protocol):
@@ -171,11 +172,17 @@ def parse_request(body: Mapping[str, Any], limits: Limits) -> GenerateCall:
     top_p = _number(params, "top_p", 1.0, float, 0.0)
     if top_k == 0 or not 0 < top_p <= 1:
         raise RequestRefused(f"top_k={top_k!r} must be -1 or positive, and top_p={top_p!r} in (0, 1]")
+    if body.get("return_routed_experts"):
+        raise RequestRefused("return_routed_experts: the embedded engine serves no model with experts")
+    masks = bool(body.get("return_sampling_mask"))
+    sampling = Sampling(_number(params, "temperature", 1.0, float, 0.0), top_p, top_k, masks)
+    if masks and sampling.temperature > 0 and not sampling.cuts:
+        raise RequestRefused("return_sampling_mask wants top_k or top_p: without them every token is kept")
     call = GenerateCall(
         rid=_text(body, "rid") or uuid.uuid4().hex,
         prompt=prompt,
         salt="\0".join(filter(None, (_text(body, "cache_salt"), _text(body, "extra_key")))),
-        sampling=Sampling(_number(params, "temperature", 1.0, float, 0.0), top_p, top_k),
+        sampling=sampling,
         max_new_tokens=min(max_new, limits.context_length - len(prompt)),
         # As in SGLang, ignore_eos ignores every stop token.
         stop_ids=frozenset() if params.get("ignore_eos") else limits.eos_token_ids.union(stop_ids),

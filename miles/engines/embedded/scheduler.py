@@ -217,7 +217,7 @@ class Scheduler:
             self._decode()
 
     def _decode(self) -> None:
-        tokens, logprobs = self._running.step()
+        tokens, logprobs, kept = self._running.step()
         version = self.weight_version
         updates: list[Update] = []
         ended: list[int] = []
@@ -228,9 +228,8 @@ class Scheduler:
             if finish is not None:
                 ended.append(row)
                 spans = tuple(request.spans)
-            updates.append(
-                Update(request.output, token, logprobs[row], version, finish, spans, request.cached_tokens or 0)
-            )
+            cached, support = request.cached_tokens or 0, None if kept is None else kept[row]
+            updates.append(Update(request.output, token, logprobs[row], version, finish, spans, cached, support))
         self.steps += 1
         self.tokens_generated += len(tokens)
         # From the last row down, so that the row that moves into a hole is one that stays.

@@ -80,6 +80,7 @@ class EngineServer:
             len(call.prompt),
             return_logprob=call.return_logprob,
             pacer=self._pacer if call.stream else None,
+            masks=call.sampling.masks,
         )
         self._live[call.rid] = output
         self._scheduler.submit(call.request(output))

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import gc
+from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -13,6 +16,7 @@ from aiohttp import web
 
 from controllers.errors import EngineRejected, EngineUnreachable
 from executors.sampling_client import GenerateRequest, LabelSpan, SamplingClient, SamplingParams, TokenChunk
+from executors.sampling_record import RoutingReport
 from miles.cluster.urls import host_url
 from miles.engines.sglang_client import ClientOptions, SGLangClient
 
@@ -132,6 +136,55 @@ async def test_what_is_asked_for() -> None:
     assert body["rid"] == "a" * 16 and body["input_ids"] == [1, 2, 3] and body["cache_salt"] == "engine-0.1:7"
     assert body["stream"] is True and body["return_logprob"] is True
     assert body["sampling_params"]["max_new_tokens"] == 4 and body["sampling_params"]["stop_token_ids"] == [9]
+
+
+@pytest.mark.parametrize("style", ["all so far", "new ones"])
+async def test_kept_tokens_come_with_the_logprobs_within_them(style: str) -> None:
+    """Fails when masks are not cut to the new tokens as logprobs are, or full-vocabulary logprobs are taken."""
+    masks, values = [[1, 8], [2], [3, 7, 9]], [-0.5, 0.0, -0.25]
+
+    def told(first: int, end: int) -> dict[str, object]:
+        start = 0 if style == "all so far" else first
+        return {
+            "output_token_sampling_mask": masks[start:end],
+            "output_token_sampling_logprobs": values[start:end],
+        }
+
+    first = 0 if style == "all so far" else 2
+    async with serving() as server, SGLangClient() as client:
+        server.events = [event([1, 2], 2, **told(0, 2)), event([1, 2, 3][first:], 3, "length", **told(2, 3)), DONE]
+        asked = replace(REQUEST, sampling=replace(REQUEST.sampling, return_sampling_mask=True))
+        chunks = [chunk async for chunk in client.generate(server.url, asked)]
+    assert server.bodies[0][1]["return_sampling_mask"] is True
+    assert [list(ids) for chunk in chunks for ids in chunk.kept or ()] == masks
+    assert [value for chunk in chunks for value in chunk.logprobs] == values
+
+
+async def test_routed_experts_of_the_finished_answer() -> None:
+    """int32 becomes int16, -1 stays -1, and the first row is the one that was asked for."""
+    experts = [0, 255, 256, -1, 7, 300]  # two each of input tokens 2, 3 and 4: a prompt of 3, and 3 new tokens
+    encoded = base64.b64encode(array("i", experts).tobytes()).decode()
+    async with serving() as server, SGLangClient() as client:
+        last = event([1, 2, 3], 3, "length", prompt_tokens=3, routed_experts=encoded)
+        server.events = [event([1, 2], 2), last, DONE]
+        sampling = replace(REQUEST.sampling, return_routed_experts=True)
+        asked = replace(REQUEST, sampling=sampling, routing_from=2)
+        chunks = [chunk async for chunk in client.generate(server.url, asked)]
+        server.events = [event([1], 1, "stop", prompt_tokens=3, routed_experts="AAAA"), DONE]
+        with pytest.raises(EngineUnreachable, match="cannot be read"):
+            await collect(client, server.url)
+    body = server.bodies[0][1]
+    assert body["return_routed_experts"] is True and body["routed_experts_start_len"] == 2
+    assert [chunk.routing for chunk in chunks] == [None, RoutingReport(2, 3, array("h", experts).tobytes())]
+
+
+async def test_nothing_is_asked_for_that_is_not_wanted() -> None:
+    """Older servers and the embedded engine refuse what they do not know."""
+    async with serving() as server, SGLangClient() as client:
+        server.events = [event([1], 1, "stop"), DONE]
+        [chunk] = await collect(client, server.url)
+    assert not {"return_sampling_mask", "return_routed_experts", "routed_experts_start_len"} & set(server.bodies[0][1])
+    assert chunk.kept is None and chunk.routing is None
 
 
 async def test_one_connection_serves_one_request_after_the_other() -> None:
