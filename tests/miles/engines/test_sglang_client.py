@@ -143,7 +143,7 @@ async def test_kept_tokens_come_with_the_logprobs_within_them(style: str) -> Non
     """Fails when masks are not cut to the new tokens as logprobs are, or full-vocabulary logprobs are taken."""
     masks, values = [[1, 8], [2], [3, 7, 9]], [-0.5, 0.0, -0.25]
 
-    def told(first: int, end: int) -> dict[str, object]:
+    def told(first: int, end: int) -> dict[str, Any]:
         start = 0 if style == "all so far" else first
         return {
             "output_token_sampling_mask": masks[start:end],
