@@ -7,8 +7,8 @@ MilesError
 │   ├── EngineUnreachable       no answer, or the connection broke
 │   ├── EngineRejected          an answer that refuses the call (HTTP 4xx/5xx); not worth retrying as it is
 │   ├── ActorDied               a Ray actor is gone
-│   ├── CheckpointFailed        a checkpoint could not be written
 │   └── PortTaken
+├── CheckpointFailed            a checkpoint could not be written
 ├── IllegalTransition           an engine state change that the table does not hold
 ├── StaleIncarnation            a message about an engine from an earlier life of it
 ├── EngineFailed                the engine left service while it was being used
@@ -71,12 +71,12 @@ class ActorDied(InfrastructureError):
     """A Ray actor is gone (`actor`)."""
 
 
-class CheckpointFailed(InfrastructureError):
-    """A rank could not write its part of a checkpoint (`folder`), so there is none there."""
-
-
 class PortTaken(InfrastructureError):
     """A port that was asked for is in use (`port`)."""
+
+
+class CheckpointFailed(MilesError):
+    """A rank could not write its part of a checkpoint, so there is none at `folder`. Training could go on."""
 
 
 class IllegalTransition(MilesError):
