@@ -11,7 +11,7 @@ import importlib.metadata
 import queue
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -49,26 +49,58 @@ def _without_compiler() -> Iterator[None]:
 
 
 @contextmanager
-def building_on_cpu() -> Iterator[None]:
-    """Let a model be built without a GPU: the last pipeline stage moves its copy of a tied embedding to one."""
-    import torch
+def building_on_cpu(dispatcher: type[Any]) -> Iterator[None]:
+    """Let a model be built without a GPU, with `dispatcher` in place of Megatron's all-to-all one.
 
-    with mock.patch.object(torch.Tensor, "cuda", lambda self, *_args, **_kwargs: self):
+    The last pipeline stage moves its copy of a tied embedding to a GPU; a dispatcher makes a CUDA stream.
+    """
+    import torch
+    from megatron.core.transformer.moe import moe_layer
+
+    with (
+        mock.patch.object(torch.Tensor, "cuda", lambda self, *_args, **_kwargs: self),
+        # Any object will do: only a dispatcher that finds none makes a stream.
+        mock.patch.object(moe_layer.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", object()),
+        mock.patch.object(moe_layer, "MoEAlltoAllTokenDispatcher", dispatcher),
+    ):
         yield
 
 
 @contextmanager
-def experts_on_cpu(dispatcher: type[Any]) -> Iterator[None]:
-    """Let a mixture-of-experts layer be built without a GPU, with `dispatcher` in place of the all-to-all one."""
-    from megatron.core.transformer.moe import moe_layer
+def running_on_cpu() -> Iterator[None]:
+    """Let Megatron's layers, gradient buffers and schedules run without a GPU; with one, change nothing.
 
-    upstream = moe_layer.MoEAlltoAllTokenDispatcher
+    They make tensors on the current GPU, wait for it, and enter its random state where they would drop out (at rate 0).
+    """
+    import torch
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    if torch.cuda.is_available():
+        yield
+        return
     with (
-        mock.patch.object(moe_layer, "MoEAlltoAllTokenDispatcher", dispatcher),
-        # Any object will do: a dispatcher that finds none makes a CUDA stream.
-        mock.patch.object(upstream, "cuda_dtoh_stream", object()),
+        mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
+        mock.patch.object(torch.cuda, "synchronize", lambda *_args, **_kwargs: None),
+        mock.patch.object(CudaRNGStatesTracker, "fork", lambda *_args, **_kwargs: nullcontext()),
+        mock.patch.object(schedules, "torch", _TorchOnCpu()),
     ):
         yield
+
+
+class _TorchOnCpu:
+    """torch, for a module that asks for zeros on `cuda`."""
+
+    def __getattr__(self, name: str) -> Any:
+        import torch
+
+        return getattr(torch, name)
+
+    @staticmethod
+    def zeros(*size: Any, device: str, **options: Any) -> Any:
+        import torch
+
+        return torch.zeros(*size, **options)
 
 
 def _write_in_process(

@@ -1,113 +1,89 @@
-"""From a Hugging Face folder to a Megatron-core GPTModel. What the model code cannot honour is refused by name."""
+"""From an architecture to the Megatron-core GPTModel of one rank: its pipeline stage, its share of every layer.
+
+Parameters come without values: `weights.load_hf` fills them. What Megatron-core decides by CUDA is decided here by the
+device, so that CPU and GPU run the same model.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from controllers.errors import ConfigError
-from miles.models.architecture import ARCHITECTURES
+from miles.trainer.architecture import Architecture, check_sizes, layers_of_stage
 from miles.trainer.attention import SdpaCoreAttention
-from miles.trainer.modules import LocalRMSNorm, LocalRotary
+from miles.trainer.cpu_compat import building_on_cpu
+from miles.trainer.layout import ALONE
+from miles.trainer.modules import LocalRMSNorm, LocalRotary, ScaleOutput, ZeroCenteredRMSNorm
+from miles.trainer.moe import HostDispatcher, PortableTopKRouter
+from miles.trainer.parallel import Place
 
-SUPPORTED_MODELS = tuple(ARCHITECTURES.values())
-SUPPORTED_ROPE = ("default", "llama3")
-
-
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """The sizes and switches of a dense decoder, read from a Hugging Face config."""
-
-    model_type: str
-    layers: int
-    hidden: int
-    heads: int
-    groups: int
-    head_dim: int
-    intermediate: int
-    vocab: int
-    max_positions: int
-    norm_eps: float
-    tied: bool
-    qkv_bias: bool
-    qk_norm: bool
-    rope_theta: float
-    inv_freq: tuple[float, ...] | None = None
-    """Rotary frequencies where they are not those of plain `rope_theta`."""
-
-    def padded_vocab(self, tensor_parallel: int) -> int:
-        """Rows of the embedding over all TP ranks."""
-        return -(-self.vocab // tensor_parallel) * tensor_parallel
+CPU = torch.device("cpu")
 
 
-def read_architecture(folder: Path) -> Architecture:
-    """Read `folder`/config.json. Raises ConfigError for a missing or an unsupported model."""
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"model.path {str(folder)!r} holds no config.json", key="model.path")
-    from transformers import AutoConfig
+def build_model(
+    arch: Architecture,
+    place: Place = ALONE,
+    *,
+    device: torch.device = CPU,
+    dtype: torch.dtype = torch.float32,
+    recompute: bool = False,
+) -> Any:
+    """A GPTModel with memory for this rank's parameters but no values in it: load weights before use.
 
-    return architecture_of(AutoConfig.from_pretrained(str(folder)))
-
-
-def architecture_of(hf: Any) -> Architecture:
-    """The architecture of a transformers config. Raises ConfigError where Miles would compute something else."""
-    kind = hf.model_type
-    if kind not in SUPPORTED_MODELS:
-        raise ConfigError(f"model type {kind!r} is not supported; supported are {', '.join(SUPPORTED_MODELS)}")
-    refused = {
-        "hidden_act": (getattr(hf, "hidden_act", "silu"), "silu"),
-        "attention_bias": (bool(getattr(hf, "attention_bias", False)), False),
-        "mlp_bias": (bool(getattr(hf, "mlp_bias", False)), False),
-        "use_sliding_window": (bool(getattr(hf, "use_sliding_window", False)), False),
-    }
-    for key, (value, wanted) in refused.items():
-        if value != wanted:
-            raise ConfigError(f"{kind} model with {key} = {value!r} is not supported: only {wanted!r}")
-    rope = getattr(hf, "rope_parameters", None) or {}
-    rope_type = rope.get("rope_type", "default")
-    if rope_type not in SUPPORTED_ROPE:
-        raise ConfigError(f"rope type {rope_type!r} is not supported; supported are {', '.join(SUPPORTED_ROPE)}")
-    heads = hf.num_attention_heads
-    return Architecture(
-        model_type=kind,
-        layers=hf.num_hidden_layers,
-        hidden=hf.hidden_size,
-        heads=heads,
-        groups=hf.num_key_value_heads,
-        head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // heads,
-        intermediate=hf.intermediate_size,
-        vocab=hf.vocab_size,
-        max_positions=hf.max_position_embeddings,
-        norm_eps=hf.rms_norm_eps,
-        tied=bool(hf.tie_word_embeddings),
-        qkv_bias=kind == "qwen2",
-        qk_norm=kind == "qwen3",
-        rope_theta=float(rope["rope_theta"]),
-        inv_freq=_scaled_frequencies(hf, rope_type),
-    )
+    Needs `torch.distributed` and Megatron's parallel state, and with tied embeddings over pipeline stages that first
+    and last stage build at the same time. The last stage returns logits [b, s, padded vocab / tp], not gathered; the
+    others hidden states [s, b, hidden]. Raises ConfigError for an architecture that does not fit the place.
+    """
+    check_sizes(arch, place.sizes)
+    config = megatron_config(arch, place, device=device, dtype=dtype, recompute=recompute)
+    layer = _layer_spec(arch)
+    norm = _norm(arch)
+    count = len(layers_of_stage(arch.layers, place))
+    with building_on_cpu(HostDispatcher) if device.type == "cpu" else torch.cuda.device(device):
+        model = GPTModel(
+            config,
+            TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm),
+            vocab_size=arch.padded_vocab(place.sizes.tensor),
+            max_sequence_length=arch.max_positions,
+            pre_process=place.is_first_stage,
+            post_process=place.is_last_stage,
+            parallel_output=True,
+            share_embeddings_and_output_weights=arch.tied,
+            position_embedding_type="rope",
+            rotary_base=arch.rope_theta,
+        )
+    model.rotary_pos_emb = _rotary(arch, model.pg_collection.cp, device)
+    if arch.gemma and place.is_first_stage:
+        model.embedding.register_forward_hook(ScaleOutput(arch.hidden**0.5))
+    _mark_tensor_parallel(model)
+    return model.to(device)
 
 
-def _scaled_frequencies(hf: Any, rope_type: str) -> tuple[float, ...] | None:
-    if rope_type == "default":
-        return None
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    frequencies, attention_factor = ROPE_INIT_FUNCTIONS[rope_type](hf, torch.device("cpu"))
-    if attention_factor != 1.0:
-        raise ConfigError(f"rope type {rope_type!r} with attention factor {attention_factor!r} is not supported")
-    return tuple(frequencies.tolist())
-
-
-def megatron_config(arch: Architecture, *, tensor_parallel: int = 1) -> Any:
-    """The TransformerConfig: fp32, no dropout, no fused kernels."""
+def megatron_config(
+    arch: Architecture,
+    place: Place = ALONE,
+    *,
+    device: torch.device = CPU,
+    dtype: torch.dtype = torch.float32,
+    recompute: bool = False,
+) -> Any:
+    """The TransformerConfig: no dropout, no fused kernels, gradients that are sums over tokens."""
+    sizes = place.sizes
+    if recompute and device.type == "cpu":
+        raise ConfigError("trainer.recompute needs a GPU", key="trainer.recompute")
     return TransformerConfig(
         num_layers=arch.layers,
         hidden_size=arch.hidden,
@@ -117,17 +93,30 @@ def megatron_config(arch: Architecture, *, tensor_parallel: int = 1) -> Any:
         ffn_hidden_size=arch.intermediate,
         normalization="RMSNorm",
         layernorm_epsilon=arch.norm_eps,
+        layernorm_zero_centered_gamma=arch.gemma,
         gated_linear_unit=True,
-        activation_func=F.silu,
+        activation_func=gelu_tanh if arch.gemma else F.silu,
         add_bias_linear=False,
         add_qkv_bias=arch.qkv_bias,
         qk_layernorm=arch.qk_norm,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        tensor_model_parallel_size=tensor_parallel,
-        params_dtype=torch.float32,
-        use_cpu_initialization=True,
+        tensor_model_parallel_size=sizes.tensor,
+        pipeline_model_parallel_size=sizes.pipeline,
+        pipeline_model_parallel_layout=_pipeline_layout(arch, place),
+        pipeline_dtype=dtype,
+        variable_seq_lengths=sizes.pipeline > 1,
+        context_parallel_size=sizes.context,
+        expert_model_parallel_size=sizes.expert,
+        sequence_parallel=sizes.sequence,
+        calculate_per_token_loss=True,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        use_cpu_initialization=device.type == "cpu",
         perform_initialization=False,
+        recompute_granularity="full" if recompute else None,
+        recompute_method="uniform" if recompute else None,
+        recompute_num_layers=1 if recompute else None,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
@@ -136,40 +125,85 @@ def megatron_config(arch: Architecture, *, tensor_parallel: int = 1) -> Any:
         apply_rope_fusion=False,
         cross_entropy_loss_fusion=False,
         cuda_graph_scope=[],
+        **_expert_options(arch),
     )
 
 
-def build_model(arch: Architecture, *, tensor_parallel: int = 1) -> Any:
-    """A GPTModel of this rank's size, with memory for its parameters but no values: load weights before use.
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """GELU in its tanh form."""
+    return F.gelu(x, approximate="tanh")
 
-    Needs `torch.distributed` and Megatron's parallel state. Returns logits [b, s, vocab / tp], not gathered.
-    """
-    config = megatron_config(arch, tensor_parallel=tensor_parallel)
-    layer = get_gpt_layer_local_spec(qk_layernorm=arch.qk_norm, normalization="RMSNorm")
+
+def _expert_options(arch: Architecture) -> dict[str, Any]:
+    if arch.experts is None:
+        return {}
+    return {
+        "num_moe_experts": arch.experts.count,
+        "moe_router_topk": arch.experts.chosen,
+        "moe_ffn_hidden_size": arch.experts.intermediate,
+        # The softmax over the chosen alone is the softmax over all, normalised.
+        "moe_router_pre_softmax": not arch.experts.normalised,
+        "moe_router_dtype": "fp32",
+        # No auxiliary loss: the gradient is that of the loss that was asked for, and of nothing else.
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": False,
+        "moe_permute_fusion": False,
+    }
+
+
+def _pipeline_layout(arch: Architecture, place: Place) -> list[list[str]] | None:
+    """Megatron's statement of which stage has what; None for one stage."""
+    stages = place.sizes.pipeline
+    if stages == 1:
+        return None
+    layers = [len(layers_of_stage(arch.layers, Place(place.sizes, pipeline=stage))) for stage in range(stages)]
+    stated = [["decoder"] * count for count in layers]
+    stated[0].insert(0, "embedding")
+    stated[-1].append("loss")
+    return stated
+
+
+def _norm(arch: Architecture) -> type[LocalRMSNorm]:
+    return ZeroCenteredRMSNorm if arch.gemma else LocalRMSNorm
+
+
+def _layer_spec(arch: Architecture) -> Any:
+    experts = None if arch.experts is None else arch.experts.count
+    layer = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=arch.qk_norm, normalization="RMSNorm")
     parts = layer.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = LocalRMSNorm
+    parts.input_layernorm = parts.pre_mlp_layernorm = _norm(arch)
     attention = parts.self_attention.submodules
     attention.core_attention = SdpaCoreAttention
     if arch.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = LocalRMSNorm
-    model = GPTModel(
-        config,
-        TransformerBlockSubmodules(layer_specs=[layer] * arch.layers, layer_norm=LocalRMSNorm),
-        vocab_size=arch.padded_vocab(tensor_parallel),
-        max_sequence_length=arch.max_positions,
-        parallel_output=True,
-        share_embeddings_and_output_weights=arch.tied,
-        position_embedding_type="rope",
-        rotary_base=arch.rope_theta,
-    )
+        attention.q_layernorm = attention.k_layernorm = _norm(arch)
+    if experts is not None:
+        parts.mlp.submodules.router = PortableTopKRouter
+    return layer
+
+
+def _rotary(arch: Architecture, cp_group: Any, device: torch.device) -> LocalRotary:
+    # The frequencies are computed on the CPU, as transformers does, and then moved.
     rotary = LocalRotary(
-        arch.head_dim,
-        rotary_percent=1.0,
-        rotary_base=arch.rope_theta,
-        use_cpu_initialization=True,
-        cp_group=model.pg_collection.cp,
+        arch.head_dim, rotary_percent=1.0, rotary_base=arch.rope_theta, use_cpu_initialization=True, cp_group=cp_group
     )
     if arch.inv_freq is not None:
         rotary.inv_freq = torch.tensor(arch.inv_freq)
-    model.rotary_pos_emb = rotary
-    return model
+    rotary.inv_freq = rotary.inv_freq.to(device)
+    return rotary
+
+
+def _mark_tensor_parallel(model: torch.nn.Module) -> None:
+    """Say which weights are cut over TP, which Megatron does only where it draws their first values.
+
+    Unmarked ones would be taken for replicas, and only the first rank's part would enter the gradient norm.
+    """
+    for module in model.modules():
+        if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
+            dimension = 0
+        elif isinstance(module, RowParallelLinear):
+            dimension = 1
+        else:
+            continue
+        if module.weight is not None:
+            set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=dimension, stride=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from torch import Tensor
 
@@ -17,6 +18,14 @@ class LocalRMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
+class ZeroCenteredRMSNorm(LocalRMSNorm):
+    """Gemma's: multiplies by 1 + weight, in fp32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same shape and dtype as `x`."""
+        return F.rms_norm(x.float(), self.normalized_shape, 1.0 + self.weight.float(), self.eps).type_as(x)
+
+
 class LocalRotary(RotaryEmbedding):  # type: ignore[misc]
     """Rotary embedding that stays on the device of its frequencies; upstream moves them to the current GPU."""
 
@@ -24,3 +33,14 @@ class LocalRotary(RotaryEmbedding):  # type: ignore[misc]
         """Angles [max_seq_len, 1, 1, d]."""
         angles = self.get_freqs_non_repeated(max_seq_len, offset)
         return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+
+
+class ScaleOutput:
+    """A forward hook that multiplies a module's output, as Gemma does its embeddings: by the factor in its dtype."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, module: torch.nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+        """[s, b, h] -> [s, b, h]."""
+        return output * torch.tensor(self.factor, dtype=output.dtype).item()

@@ -1,23 +1,31 @@
 """Tiny Hugging Face models on disk, and batches for them."""
 
+from __future__ import annotations
+
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import (
+    GemmaConfig,
+    GemmaForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from executors.trajectory import Batch, Group, Prompt, StopReason, Trajectory, VersionSpan
-from miles.trainer.learner import Learner
 from miles.trainer.options import TrainerOptions
+
+if TYPE_CHECKING:
+    from miles.trainer.learner import Learner
 
 VOCAB = 67
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
@@ -29,6 +37,11 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+ROPES: dict[str, dict[str, Any]] = {
+    "default": ROPE,
+    "llama3": LLAMA3_ROPE,
+    "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+}
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -39,18 +52,31 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 128,
 }
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
 
-def write_model(folder: Path, kind: str = "qwen3", *, tied: bool = True, seed: int = 0) -> Path:
-    """Write a random model whose norms and biases are not trivial; returns `folder`."""
+
+def write_model(folder: Path, kind: str = "qwen3", *, tied: bool = True, rope: str = "default", seed: int = 0) -> Path:
+    """Write a random model whose norms and biases are not trivial; returns `folder`.
+
+    Kinds: qwen3, qwen2, llama, llama3 (llama with scaled positions), qwen3_moe (4 experts, 2 a token), gemma.
+    """
     torch.manual_seed(seed)
-    shared = {**SIZES, "tie_word_embeddings": tied}
+    if kind == "llama3":
+        kind, rope = "llama", "llama3"
+    # Copies: a transformers config keeps, and writes to, the dict it is given.
+    shared = {**SIZES, "tie_word_embeddings": tied, "rope_parameters": dict(ROPES[rope])}
     model: Any
     if kind == "qwen3":
-        model = Qwen3ForCausalLM(Qwen3Config(**shared, head_dim=16, rope_parameters=ROPE))
+        model = Qwen3ForCausalLM(Qwen3Config(**shared, head_dim=16))
     elif kind == "qwen2":
-        model = Qwen2ForCausalLM(Qwen2Config(**shared, rope_parameters=ROPE))
+        model = Qwen2ForCausalLM(Qwen2Config(**shared))
+    elif kind == "qwen3_moe":
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shared, **EXPERTS, head_dim=16))
+    elif kind == "gemma":
+        # With a padding token, transformers leaves the embedding's gradient out where that token is an input.
+        model = GemmaForCausalLM(GemmaConfig(**shared, head_dim=16, pad_token_id=None))
     else:
-        model = LlamaForCausalLM(LlamaConfig(**shared, rope_parameters=LLAMA3_ROPE if kind == "llama3" else ROPE))
+        model = LlamaForCausalLM(LlamaConfig(**shared))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -67,6 +93,8 @@ def reference(folder: Path) -> Any:
 
 def learner(folder: Path, **options: Any) -> Learner:
     """A learner on a model folder."""
+    from miles.trainer.learner import Learner
+
     return Learner(TrainerOptions(model_path=folder, **options))
 
 
@@ -74,7 +102,7 @@ def hf_tensors(trained: Learner) -> dict[str, torch.Tensor]:
     """Copies of a learner's tensors under their Hugging Face names."""
     from miles.trainer.weights import gather
 
-    return gather(trained.model, trained.arch)
+    return gather(dict(trained.model.named_parameters()), trained.arch, trained.place)
 
 
 def trajectory(
