@@ -9,6 +9,7 @@ from typing import Any
 
 from controllers.errors import ConfigError
 from miles.models.architecture import unsupported
+from miles.trainer.model_cut import check_cut
 from miles.trainer.parallel import ParallelSizes, Place
 
 
@@ -110,24 +111,15 @@ def _scaled_frequencies(hf: Any) -> tuple[float, ...] | None:
 def check_sizes(arch: Architecture, sizes: ParallelSizes) -> None:
     """Raise ConfigError, naming the key, where the model cannot be shared out over `sizes`."""
     experts = arch.experts
-    cut = {"attention heads": arch.heads, "query groups": arch.groups}
-    cut |= {"MLP rows": arch.intermediate} if experts is None else {"rows of an expert": experts.intermediate}
-    for what, count in cut.items():
-        if count % sizes.tensor:
-            _refuse("tensor_parallel", sizes.tensor, f"{count} {what} cannot be cut into that many equal parts")
-    if arch.layers < sizes.pipeline:
-        _refuse("pipeline_parallel", sizes.pipeline, f"the model has only {arch.layers} layers")
-    if experts is None and sizes.expert > 1:
-        _refuse("expert_parallel", sizes.expert, f"a {arch.model_type} model has no experts")
-    if experts is not None and experts.count % sizes.expert:
-        _refuse("expert_parallel", sizes.expert, f"{experts.count} experts cannot be shared out evenly")
-    if experts is not None and sizes.tensor > 1 and not sizes.sequence:
-        # Otherwise every TP rank would send the same tokens to the experts.
-        _refuse("sequence_parallel", False, "a mixture of experts with tensor parallelism needs it")
-
-
-def _refuse(key: str, value: object, why: str) -> None:
-    raise ConfigError(f"trainer.{key} = {value}: {why}", key=f"trainer.{key}")
+    shape = {
+        "num_attention_heads": arch.heads,
+        "num_key_value_heads": arch.groups,
+        "num_hidden_layers": arch.layers,
+        "intermediate_size": arch.intermediate,
+        "num_experts": 0 if experts is None else experts.count,
+        "moe_intermediate_size": 0 if experts is None else experts.intermediate,
+    }
+    check_cut(shape, sizes)
 
 
 def layers_of_stage(layers: int, place: Place) -> range:

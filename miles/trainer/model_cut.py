@@ -1,6 +1,6 @@
-"""Whether parallel sizes can cut a model, read from its `config.json`. Torch-free: `miles check` calls it.
+"""Whether parallel sizes can cut a model, read from its `config.json`. Torch-free: `miles check` and the ranks call it.
 
-The trainer would find the same out, a minute later and on every rank at once.
+Layers need not divide evenly over the pipeline stages: `architecture.layers_of_stage` hands out what is left over.
 """
 
 from __future__ import annotations
@@ -17,6 +17,14 @@ def check_cut(model: Mapping[str, Any], sizes: ParallelSizes) -> None:
     for key, size, what, count in _cuts(model, sizes):
         if count % size:
             raise ConfigError(f"{key}: {size} ranks cannot share {count} {what}", key=key)
+    layers = model.get("num_hidden_layers")
+    if isinstance(layers, int) and layers < sizes.pipeline:
+        key = "trainer.pipeline_parallel"
+        raise ConfigError(f"{key}: {sizes.pipeline} ranks cannot share {layers} layers", key=key)
+    if _experts(model) and sizes.tensor > 1 and not sizes.sequence:
+        # Otherwise every tensor-parallel rank would send the same tokens to the experts.
+        key = "trainer.sequence_parallel"
+        raise ConfigError(f"{key}: tensor parallelism over a mixture of experts needs it", key=key)
 
 
 def _cuts(model: Mapping[str, Any], sizes: ParallelSizes) -> Iterator[tuple[str, int, str, int]]:
@@ -30,7 +38,6 @@ def _cuts(model: Mapping[str, Any], sizes: ParallelSizes) -> Iterator[tuple[str,
         yield tensor, sizes.tensor, "columns of an expert", int(model.get("moe_intermediate_size") or sizes.tensor)
     else:
         yield tensor, sizes.tensor, "columns of the MLP", int(model.get("intermediate_size") or sizes.tensor)
-    yield "trainer.pipeline_parallel", sizes.pipeline, "layers", int(model.get("num_hidden_layers") or sizes.pipeline)
     if sizes.expert > 1:
         if not experts:
             raise ConfigError(
