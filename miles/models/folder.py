@@ -30,8 +30,8 @@ class ModelInfo:
     parameters: int
 
 
-def inspect_model_folder(path: Path) -> ModelInfo:
-    """Check that a folder can be trained and say what is in it.
+def inspect_model_folder(path: Path, *, embedded: bool = False) -> ModelInfo:
+    """Check that a folder can be trained (and, with `embedded`, served by the embedded engine) and say what is in it.
 
     Raises ConfigError for: no folder, no config.json, an unsupported model, no safetensors weights or a file of
     them that is missing or cut short, no tokenizer.json.
@@ -39,11 +39,11 @@ def inspect_model_folder(path: Path) -> ModelInfo:
     if not path.is_dir():
         raise _fault(path, "is not a folder")
     config = read_config(path)
-    if (problem := unsupported(config)) is not None:
+    if (problem := unsupported(config, embedded=embedded)) is not None:
         raise _fault(path, problem)
     vocab_size = _positive(path, config, "vocab_size")
     context_length = _positive(path, config, "max_position_embeddings")
-    parameters = sum(_count_parameters(path, file) for file in _weight_files(path))
+    parameters = sum(_count_parameters(path, file) for file in weight_files(path))
     if not (path / "tokenizer.json").is_file():
         raise _fault(path, "has no tokenizer.json")
     return ModelInfo(architecture_of(config), vocab_size, context_length, parameters)
@@ -77,8 +77,8 @@ def _positive(path: Path, config: Mapping[str, Any], key: str) -> int:
     return value
 
 
-def _weight_files(path: Path) -> list[str]:
-    """Names of the safetensors files: the only one, or those that the index lists."""
+def weight_files(path: Path) -> list[str]:
+    """Names of the safetensors files: the only one, or those that the index lists. Raises ConfigError for none."""
     if (path / _WEIGHTS).is_file():
         return [_WEIGHTS]
     if not (path / _INDEX).is_file():

@@ -51,7 +51,7 @@ def read_model_config(folder: Path) -> ModelConfig:
         raise ConfigError(f"--model-path {str(folder)!r}: config.json is not JSON ({error})") from error
     if not isinstance(values, dict):
         raise ConfigError(f"--model-path {str(folder)!r}: config.json does not hold an object")
-    if (problem := unsupported(values)) is not None:
+    if (problem := unsupported(values, embedded=True)) is not None:
         raise ConfigError(f"--model-path {str(folder)!r} {problem}")
     generation = folder / "generation_config.json"
     eos = json.loads(generation.read_text()).get("eos_token_id") if generation.exists() else None
