@@ -1,6 +1,8 @@
 """The only place that constructs parts and wires them: configuration in, a running set of parts out.
 
-    watchdog > ray > journal > client > controller > trainer > weight sync > scorer > executor
+    a run             ray > engines (journal, client, controller) > trainer        > weight sync > scorer > executor
+    rollouts alone    ray > engines                               > frozen weights > weight sync > scorer > executor
+    a replay          ray > trainer
 
 Each part is entered inside the ones before it and left in the reverse order, so what a part uses outlives it.
 Engines begin to launch before the trainer does, since neither waits for the other.
@@ -10,16 +12,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from controllers.engine_state import Serving, Updating
-from controllers.errors import VersionRegression
-from controllers.events import EngineStateChanged, Event, VersionPublished
 from controllers.inference_controller import InferenceController
 from controllers.weight_versions import VersionLedger
 from executors.journal import Journal
 from executors.rollout_executor import RolloutExecutor
-from miles.algorithms.registry import load as load_algorithm
+from miles.algorithms.registry import load_all as load_algorithm
 from miles.cluster.ray_cluster import RayCluster
 from miles.cluster.watchdog import Watchdog
 from miles.config import RunConfig
@@ -31,6 +31,7 @@ from miles.models.folder import ModelInfo, inspect_model_folder
 from miles.models.presets import write_preset
 from miles.models.tokenizer import Tokenizer, load_tokenizer
 from miles.part_options import (
+    algorithm_options,
     fleet_options,
     launcher_options,
     ray_options,
@@ -41,73 +42,61 @@ from miles.part_options import (
 from miles.recorder import RunRecorder
 from miles.rewards.reward import load_reward
 from miles.rewards.scorer import Scorer, ScorerOptions
+from miles.trainer.frozen_weights import FrozenWeights
 from miles.trainer.megatron import MegatronTrainer
 from miles.trainer.protocol import Trainer
+from miles.trainer.registry import MEGATRON, load_backend, open_trainer
+from miles.version_steps import ServedSteps, VersionSteps
+from miles.weight_sync.ports import RankRunner
 from miles.weight_sync.service import WeightSyncService
 
 JOURNAL_FILE = "journal.sqlite"
 MODEL_FOLDER = "model"
-AVAILABLE_STATES = (Serving.__name__, Updating.__name__)
+BATCHES_FOLDER = "batches"
+
+
+@dataclass(frozen=True, slots=True)
+class Material:
+    """What every kind of run has: a model's folder, and prompts."""
+
+    model_path: Path
+    model: ModelInfo
+    tokenizer: Tokenizer
+    data: DataSource
+
+
+@dataclass(frozen=True, slots=True)
+class Rollouts:
+    """The generating half: engines, what asks them, and what brings them weights."""
+
+    inference: InferenceController
+    executor: RolloutExecutor
+    weight_sync: WeightSyncService
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
     """What a run is made of, all of it running."""
 
-    inference: InferenceController
-    executor: RolloutExecutor
-    weight_sync: WeightSyncService
+    material: Material
+    rollouts: Rollouts
     trainer: Trainer
-    data: DataSource
-    tokenizer: Tokenizer
-    model: ModelInfo
 
 
-class VersionSteps:
-    """Which optimizer step the weights of each published version are from. A sink of the controller's event bus."""
+@dataclass(frozen=True, slots=True)
+class TrainingParts:
+    """What a replay is made of."""
 
-    def __init__(self) -> None:
-        self._steps: dict[int, int] = {}
-
-    def __call__(self, version: int) -> int:
-        """Raises VersionRegression for a version that was never published: no token may be newer than that."""
-        if version not in self._steps:
-            raise VersionRegression(f"tokens of version {version}, which was never published", number=version)
-        return self._steps[version]
-
-    def on_event(self, now: float, event: Event) -> None:
-        """Take over a publication."""
-        if isinstance(event, VersionPublished):
-            self._steps[event.version.number] = event.version.step
+    material: Material
+    trainer: Trainer
 
 
-class ServedSteps:
-    """Tells the executor when the weights of a step are in service. A sink of the controller's event bus.
+@dataclass(frozen=True, slots=True)
+class RolloutParts:
+    """What makes rollouts without a trainer."""
 
-    That is once no available engine serves older ones: were groups admitted at the publication, some would land on
-    engines about to be updated, and would be too old by the time they are trained. An engine that lags is waited for
-    no longer than until the next publication.
-    """
-
-    def __init__(self, controller: InferenceController, version_steps: VersionSteps, executor: RolloutExecutor) -> None:
-        self._controller = controller
-        self._version_steps = version_steps
-        self._executor = executor
-        self._told = -1
-
-    def on_event(self, now: float, event: Event) -> None:
-        """Take over a change in what engines serve, or a publication."""
-        if not isinstance(event, EngineStateChanged | VersionPublished):
-            return
-        served = [
-            self._version_steps(engine.version)
-            for engine in self._controller.snapshot()
-            if engine.state in AVAILABLE_STATES and engine.version is not None
-        ]
-        step = -1 if not served else max(served) if isinstance(event, VersionPublished) else min(served)
-        if step > self._told:
-            self._told = step
-            self._executor.on_published(step)
+    material: Material
+    rollouts: Rollouts
 
 
 def check_names(config: RunConfig) -> None:
@@ -115,7 +104,9 @@ def check_names(config: RunConfig) -> None:
     load_reward(config.reward)
     if ":" in config.data.source:
         check_source(config.data.source)
-    load_algorithm("advantage", config.algorithm.advantage)
+    load_algorithm(algorithm_options(config))
+    if config.trainer.backend != MEGATRON:
+        load_backend(config.trainer.backend)
     if config.model.path is not None:
         load_tokenizer(config.model.path)
 
@@ -123,36 +114,111 @@ def check_names(config: RunConfig) -> None:
 @asynccontextmanager
 async def assemble(config: RunConfig, recorder: RunRecorder) -> AsyncIterator[Parts]:
     """Start every part; when the block is left, end them all."""
-    model_path = config.model.path
-    if model_path is None:
-        model_path = write_preset(str(config.model.preset), recorder.path / MODEL_FOLDER, seed=config.run.seed)
-    model, tokenizer = inspect_model_folder(model_path), load_tokenizer(model_path)
-    data, reward = _open_data(config, tokenizer), load_reward(config.reward)
+    material = _material(config, recorder.path)
     async with AsyncExitStack() as stack:
-        watchdog = stack.enter_context(Watchdog())
-        recorder.stage("starting Ray")
-        await stack.enter_async_context(RayCluster(ray_options(config), watchdog))
-        journal = await stack.enter_async_context(Journal(recorder.path / JOURNAL_FILE))
-        client = await stack.enter_async_context(SGLangClient())
-        launcher = RayEngineLauncher(launcher_options(config, model_path, recorder.path), client)
-        controller = InferenceController(launcher, VersionLedger(journal), fleet_options(config))
-        version_steps = VersionSteps()
-        controller.bus.add_sink(recorder.on_event)
-        controller.bus.add_sink(version_steps.on_event)
-        recorder.stage(f"starting {config.engines.count} engines and the trainer")
-        await stack.enter_async_context(controller)
-        trainer = await stack.enter_async_context(MegatronTrainer(trainer_options(config, model_path)))
-        sync_options = weight_sync_options(config, recorder.path)
-        weight_sync = await stack.enter_async_context(WeightSyncService(controller, trainer, sync_options))
-        scorer_options = ScorerOptions(timeout_s=config.reward_timeout_s)
-        scorer = await stack.enter_async_context(Scorer(reward, tokenizer, scorer_options))
-        executor = RolloutExecutor(
-            controller, client, scorer, journal, rollout_options(config, model, tokenizer), version_steps
-        )
-        controller.bus.add_sink(ServedSteps(controller, version_steps, executor).on_event)
-        recorder.watch(executor)
-        await stack.enter_async_context(executor)
-        yield Parts(controller, executor, weight_sync, trainer, data, tokenizer, model)
+        await _start_ray(stack, config, recorder)
+        engines = await _start_engines(stack, config, recorder, material)
+        trainer = await _start_trainer(stack, config, recorder, material)
+        rollouts = await _start_rollouts(stack, config, recorder, material, engines, trainer)
+        yield Parts(material, rollouts, trainer)
+
+
+@asynccontextmanager
+async def assemble_training(config: RunConfig, recorder: RunRecorder) -> AsyncIterator[TrainingParts]:
+    """Start a trainer alone."""
+    material = _material(config, recorder.path)
+    async with AsyncExitStack() as stack:
+        await _start_ray(stack, config, recorder)
+        yield TrainingParts(material, await _start_trainer(stack, config, recorder, material))
+
+
+@asynccontextmanager
+async def assemble_rollouts(config: RunConfig, recorder: RunRecorder) -> AsyncIterator[RolloutParts]:
+    """Start everything but a trainer, in whose place the weights of the model's folder are published."""
+    material = _material(config, recorder.path)
+    async with AsyncExitStack() as stack:
+        await _start_ray(stack, config, recorder)
+        engines = await _start_engines(stack, config, recorder, material)
+        weights = await stack.enter_async_context(FrozenWeights(trainer_options(config, material.model_path)))
+        rollouts = await _start_rollouts(stack, config, recorder, material, engines, weights, paced=False)
+        yield RolloutParts(material, rollouts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Engines:
+    """A fleet that is launching, and what requests to it and its weights go through."""
+
+    controller: InferenceController
+    client: SGLangClient
+    journal: Journal
+    version_steps: VersionSteps
+
+
+def _material(config: RunConfig, folder: Path) -> Material:
+    path = config.model.path
+    if path is None:
+        path = write_preset(str(config.model.preset), folder / MODEL_FOLDER, seed=config.run.seed)
+    model, tokenizer = inspect_model_folder(path), load_tokenizer(path)
+    return Material(path, model, tokenizer, _open_data(config, tokenizer))
+
+
+async def _start_ray(stack: AsyncExitStack, config: RunConfig, recorder: RunRecorder) -> None:
+    watchdog = stack.enter_context(Watchdog())
+    recorder.stage("starting Ray")
+    await stack.enter_async_context(RayCluster(ray_options(config), watchdog))
+
+
+async def _start_engines(
+    stack: AsyncExitStack, config: RunConfig, recorder: RunRecorder, material: Material
+) -> _Engines:
+    journal = await stack.enter_async_context(Journal(recorder.path / JOURNAL_FILE))
+    client = await stack.enter_async_context(SGLangClient())
+    launcher = RayEngineLauncher(launcher_options(config, material.model_path, recorder.path), client)
+    controller = InferenceController(launcher, VersionLedger(journal), fleet_options(config))
+    version_steps = VersionSteps()
+    controller.bus.add_sink(recorder.on_event)
+    controller.bus.add_sink(version_steps.on_event)
+    recorder.stage(f"starting {config.engines.count} engines")
+    await stack.enter_async_context(controller)
+    return _Engines(controller, client, journal, version_steps)
+
+
+async def _start_trainer(
+    stack: AsyncExitStack, config: RunConfig, recorder: RunRecorder, material: Material
+) -> Trainer:
+    options, backend = trainer_options(config, material.model_path), config.trainer.backend
+    recorder.stage("starting the trainer")
+    if backend == MEGATRON:
+        return await stack.enter_async_context(MegatronTrainer(options))
+    own = open_trainer(backend, options, recorder.path.resolve(), config.trainer.backend_options)
+    return await stack.enter_async_context(own)
+
+
+async def _start_rollouts(
+    stack: AsyncExitStack,
+    config: RunConfig,
+    recorder: RunRecorder,
+    material: Material,
+    engines: _Engines,
+    ranks: RankRunner,
+    *,
+    paced: bool = True,
+) -> Rollouts:
+    """`ranks` hold the weights that are published. Unless it is `paced` by a trainer, no group is ever too old."""
+    controller, version_steps = engines.controller, engines.version_steps
+    sync_options = weight_sync_options(config, recorder.path)
+    weight_sync = await stack.enter_async_context(WeightSyncService(controller, ranks, sync_options))
+    scorer_options = ScorerOptions(timeout_s=config.reward_timeout_s)
+    scorer = Scorer(load_reward(config.reward), material.tokenizer, scorer_options)
+    await stack.enter_async_context(scorer)
+    options = rollout_options(config, material.model, material.tokenizer)
+    if not paced:
+        options = replace(options, max_staleness=None)
+    executor = RolloutExecutor(controller, engines.client, scorer, engines.journal, options, version_steps)
+    controller.bus.add_sink(ServedSteps(controller, version_steps, executor).on_event)
+    recorder.watch(executor)
+    await stack.enter_async_context(executor)
+    return Rollouts(controller, executor, weight_sync)
 
 
 def _open_data(config: RunConfig, tokenizer: Tokenizer) -> DataSource:

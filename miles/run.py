@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import ParamSpec
 
 import anyio
 from anyio.abc import TaskGroup
@@ -27,15 +27,18 @@ from controllers.inference_controller import InferenceController
 from controllers.weight_versions import WeightVersion
 from executors.rollout_executor import RolloutExecutor
 from executors.sampling_client import SamplingParams
-from executors.streams import BatchStream
 from executors.trajectory import Batch
-from miles.assembly import AVAILABLE_STATES, Parts, assemble, check_names
+from miles.assembly import BATCHES_FOLDER, Parts, assemble
+from miles.batch_log import BatchLog
 from miles.checkpoints import Checkpoints
-from miles.config import RunConfig, load_config
-from miles.failure import root_cause
+from miles.config import RunConfig
 from miles.recorder import RunRecorder
+from miles.run_batches import RunBatches
+from miles.run_opening import Overrides, recorded
 from miles.run_trainer import RunTrainer
-from miles.trainer.protocol import Example, StepStats
+from miles.trainer.protocol import StepStats
+from miles.version_steps import AVAILABLE_STATES
+from miles.warmup import warm_up
 
 P = ParamSpec("P")
 
@@ -53,46 +56,26 @@ class Evaluation:
     scored: int
 
 
-class RunBatches:
-    """The batches of one run: an iterator object that ends after `train.steps` steps. A `break` loses nothing."""
-
-    def __init__(self, stream: BatchStream, last_step: int, trainer: RunTrainer) -> None:
-        self._stream = stream
-        self._last_step = last_step
-        self._trainer = trainer
-        self.wait_s = 0.0
-        """How long the newest batch was waited for."""
-
-    def __aiter__(self) -> RunBatches:
-        return self
-
-    async def __anext__(self) -> Batch:
-        if self._trainer.steps_done >= self._last_step:
-            raise StopAsyncIteration
-        began = time.monotonic()
-        batch = await self._stream.__anext__()
-        self.wait_s = time.monotonic() - began
-        return batch
-
-
 class Run:
     """One run, in progress. Made by `open_run`."""
 
     def __init__(self, config: RunConfig, parts: Parts, recorder: RunRecorder, tasks: TaskGroup) -> None:
         self.config = config
         self.folder: Path = recorder.path
-        self.inference: InferenceController = parts.inference
+        self.inference: InferenceController = parts.rollouts.inference
         """The fleet: `rolling_restart()`, `restart(engine)`, `snapshot()`, `lease()`."""
-        self.executor: RolloutExecutor = parts.executor
+        self.executor: RolloutExecutor = parts.rollouts.executor
         """The rollouts: `account`, `statistics()`, `sample()`."""
-        self.trainer = RunTrainer(parts.trainer, self._trained)
+        dump = BatchLog(recorder.path / BATCHES_FOLDER, keep=True) if config.debug.dump_batches else None
+        self.trainer = RunTrainer(parts.trainer, self._trained, dump)
         """The trainer; its `step` also enters the batch in the account and the metrics."""
-        self._parts = parts
+        self._material = parts.material
+        self._weight_sync = parts.rollouts.weight_sync
         self._recorder = recorder
         self._tasks = tasks
         self._checkpoints = Checkpoints(recorder.path / "checkpoints", keep=config.checkpoint.keep)
-        prompts = parts.data.train()
-        self._batches = RunBatches(parts.executor.batches(prompts), config.train.steps, self.trainer)
+        stream = self.executor.batches(self._material.data.train())
+        self._batches = RunBatches(stream, config.train.steps, lambda: self.trainer.steps_done)
 
     def batches(self) -> RunBatches:
         """Batches as groups finish, bounded in staleness, until `train.steps` steps are done."""
@@ -101,8 +84,8 @@ class Run:
     async def publish_weights(self) -> WeightVersion:
         """Publish the trainer's weights; returns at commit. Engines take them over while they generate."""
         began = time.monotonic()
-        version = await self._parts.weight_sync.publish(self.trainer.steps_done, FIRST_LINEAGE)
-        sync = self._parts.weight_sync.statistics()
+        version = await self._weight_sync.publish(self.trainer.steps_done, FIRST_LINEAGE)
+        sync = self._weight_sync.statistics()
         self._recorder.published(version, time.monotonic() - began, sync.last_sync_s, sync.last_pause_s)
         return version
 
@@ -117,9 +100,9 @@ class Run:
         await self.inference.wait_serving(
             count=max(1, in_service), version=version.number, timeout_s=self._start_timeout_s
         )
-        prompts = self._parts.data.evaluation(config.eval.prompts)
+        prompts = self._material.data.evaluation(config.eval.prompts)
         greedy = SamplingParams(
-            max_new_tokens=config.rollout.max_tokens, temperature=0.0, stop_token_ids=self._parts.tokenizer.eos_ids
+            max_new_tokens=config.rollout.max_tokens, temperature=0.0, stop_token_ids=self._material.tokenizer.eos_ids
         )
         answers = await self.executor.sample(prompts, greedy)
         rewards = [answer.reward for answer in answers if answer.reward is not None]
@@ -151,13 +134,7 @@ class Run:
 
     async def _begin(self) -> None:
         """The stages before the first step."""
-        warmup, source, longest = self.config.train.warmup, self._parts.data, self._parts.model.context_length
-        for index in range(warmup.steps):
-            pairs = source.warmup_examples(warmup.examples_per_step, index, max_tokens=longest)
-            examples = [Example(prompt, completion) for prompt, completion in pairs]
-            await self.trainer.warmup_step(examples, warmup.lr)
-            if (index + 1) % 10 == 0 or index + 1 == warmup.steps:
-                self._recorder.stage(f"warm-up {index + 1}/{warmup.steps}")
+        await warm_up(self.trainer, self.config.train.warmup, self._material, self._recorder.stage)
         await self.save_checkpoint()
         version = await self.publish_weights()
         self._recorder.stage("waiting for the engines to serve the first weights")
@@ -171,21 +148,16 @@ class Run:
 
 
 @asynccontextmanager
-async def open_run(
-    config: RunConfig | str | Path, overrides: Mapping[str, Any] | Sequence[str] = ()
-) -> AsyncIterator[Run]:
+async def open_run(config: RunConfig | str | Path, overrides: Overrides = ()) -> AsyncIterator[Run]:
     """Open a run from a config, or from a YAML file with `overrides`: `{"train.steps": 50}` or `["train.steps=50"]`.
 
     Raises ConfigError for a bad configuration or a run folder that is in use, before anything is started.
     """
-    resolved = config if isinstance(config, RunConfig) else load_config(config, overrides)
-    check_names(resolved)
-    with RunRecorder(resolved) as recorder:
-        try:
-            async with assemble(resolved, recorder) as parts, anyio.create_task_group() as tasks:
-                run = Run(resolved, parts, recorder, tasks)
-                await run._begin()
-                yield run
-        except BaseExceptionGroup as group:
-            # The groups are our task groups' wrapping: a person's `except ActorDied` must see the error itself.
-            raise root_cause(group) from group
+    async with (
+        recorded(config, overrides) as (resolved, recorder),
+        assemble(resolved, recorder) as parts,
+        anyio.create_task_group() as tasks,
+    ):
+        run = Run(resolved, parts, recorder, tasks)
+        await run._begin()
+        yield run

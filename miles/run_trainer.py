@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
 from executors.trajectory import Batch
+from miles.batch_log import BatchLog
 from miles.trainer.protocol import Example, RankContext, StepStats, Trainer
 
 P = ParamSpec("P")
@@ -17,10 +18,19 @@ R = TypeVar("R")
 class RunTrainer:
     """Implements `miles.trainer.protocol.Trainer` on top of another one."""
 
-    def __init__(self, trainer: Trainer, on_trained: Callable[[Batch, StepStats, float], None]) -> None:
-        """`on_trained(batch, stats, seconds)` is called after every step that succeeded, before `step` returns."""
+    def __init__(
+        self,
+        trainer: Trainer,
+        on_trained: Callable[[Batch, StepStats, float], None],
+        dump: BatchLog | None = None,
+    ) -> None:
+        """`on_trained(batch, stats, seconds)` is called after every step that succeeded, before `step` returns.
+
+        `dump` gets every batch before its step, so that one which fails is there too.
+        """
         self._trainer = trainer
         self._on_trained = on_trained
+        self._dump = dump
 
     @property
     def steps_done(self) -> int:
@@ -34,6 +44,8 @@ class RunTrainer:
 
     async def step(self, batch: Batch) -> StepStats:
         """One optimizer step. The batch's groups count as trained once it has succeeded."""
+        if self._dump is not None:
+            await self._dump.add(batch)
         began = time.monotonic()
         stats = await self._trainer.step(batch)
         self._on_trained(batch, stats, time.monotonic() - began)
@@ -53,9 +65,9 @@ class RunTrainer:
         """Run an importable function in every rank's process."""
         return await self._trainer.on_each_rank(function, *args, **kwargs)
 
-    async def save(self, folder: Path) -> None:
-        """Write a checkpoint."""
-        await self._trainer.save(folder)
+    async def save(self, folder: Path, on_copied: Callable[[], None] = lambda: None) -> None:
+        """Write a checkpoint; training may go on once `on_copied` is called."""
+        await self._trainer.save(folder, on_copied)
 
     async def load(self, folder: Path) -> None:
         """Restore a checkpoint."""

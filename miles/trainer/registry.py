@@ -1,4 +1,4 @@
-"""`trainer.backend` of the configuration: Megatron-core by name, or a factory of a person's own. Torch-free.
+"""`trainer.backend` of the configuration: `megatron`, or the factory of a person's own trainer. Torch-free.
 
 A factory is a function or class, called once when a run starts, in the driver, after Ray is up:
 
@@ -33,8 +33,8 @@ def check_backend(name: str) -> None:
 
 
 def load_backend(name: str) -> TrainerFactory:
-    """The factory behind a name. Raises ConfigError for an unknown one, or when it cannot be imported."""
-    found = resolve(KEY, name, {MEGATRON: _megatron})
+    """The factory behind `package.module:function`. Raises ConfigError when it cannot be imported or called."""
+    found = resolve(KEY, name, {})
     if not callable(found):
         raise ConfigError(f"{KEY}: {name!r} is neither a function nor a class", key=KEY)
     return cast(TrainerFactory, found)
@@ -48,9 +48,3 @@ def open_trainer(
     if not isinstance(made, AbstractAsyncContextManager):
         raise ConfigError(f"{KEY}: {name!r} returned {made!r}, which is no async context manager", key=KEY)
     return made
-
-
-def _megatron(options: TrainerOptions, folder: Path) -> AbstractAsyncContextManager[Trainer]:
-    from miles.trainer.megatron import MegatronTrainer
-
-    return MegatronTrainer(options)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from controllers.errors import ConfigError
-from miles.trainer.megatron import MegatronTrainer
 from miles.trainer.options import TrainerOptions
 from miles.trainer.registry import check_backend, load_backend, open_trainer
 
@@ -33,14 +32,9 @@ async def test_a_factory_gets_options_folder_and_its_own_options(tmp_path: Path)
     assert given == (0.5, tmp_path, "blue")
 
 
-def test_megatron_is_the_name_of_ours(tmp_path: Path) -> None:
-    assert isinstance(open_trainer("megatron", OPTIONS, tmp_path, {}), MegatronTrainer)
-
-
 @pytest.mark.parametrize(
     ("name", "named"),
     [
-        ("megatrn", "did you mean 'megatron'"),
         ("nopkg.mod:make", "cannot import 'nopkg.mod'"),
         (f"{HERE}:HERE", "neither a function nor a class"),
         (f"{HERE}:no_manager", "no async context manager"),
@@ -53,6 +47,9 @@ def test_what_is_no_factory_is_refused_by_key_and_name(name: str, named: str, tm
 
 
 def test_a_check_imports_nothing() -> None:
+    check_backend("megatron")
     check_backend("nopkg.mod:make")
+    with pytest.raises(ConfigError, match="did you mean 'megatron'"):
+        check_backend("megatrn")
     with pytest.raises(ConfigError):
         load_backend("nopkg.mod:make")

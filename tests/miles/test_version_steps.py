@@ -1,4 +1,4 @@
-"""The assembly's own two sinks: which step a version is from, and when the executor hears that it is in service."""
+"""The two sinks that know the steps of versions: which step a version is from, and when the executor hears that it is in service."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from controllers.fleet import EngineSnapshot
 from controllers.inference_controller import InferenceController
 from controllers.weight_versions import WeightVersion
 from executors.rollout_executor import RolloutExecutor
-from miles.assembly import ServedSteps, VersionSteps
+from miles.version_steps import ServedSteps, VersionSteps
 
 
 @dataclass
