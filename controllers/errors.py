@@ -8,7 +8,7 @@ MilesError
 │   ├── EngineRejected          an answer that refuses the call (HTTP 4xx/5xx); not worth retrying as it is
 │   ├── ActorDied               a Ray actor is gone
 │   └── PortTaken
-├── CheckpointFailed            a checkpoint could not be written
+├── CheckpointFailed            a checkpoint could not be written, or not be read
 ├── IllegalTransition           an engine state change that the table does not hold
 ├── StaleIncarnation            a message about an engine from an earlier life of it
 ├── EngineFailed                the engine left service while it was being used
@@ -76,7 +76,7 @@ class PortTaken(InfrastructureError):
 
 
 class CheckpointFailed(MilesError):
-    """A rank could not write its part of a checkpoint, so there is none at `folder`. Training could go on."""
+    """A checkpoint could not be written, so there is none at `folder`, or not be read. Training could go on."""
 
 
 class IllegalTransition(MilesError):

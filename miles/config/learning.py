@@ -54,6 +54,12 @@ class CheckpointConfig(Section):
     keep: PositiveInt = 2
     """Newest checkpoints that are kept."""
 
+    keep_every: Count = 0
+    """Checkpoints of steps that this divides are kept for good, besides the newest ones. 0: none."""
+
+    asynchronous: bool = True
+    """Training goes on while a checkpoint is written; it waits only for the copy, in host memory, that is written."""
+
 
 class DebugConfig(Section):
     """`debug`: one half of a run without the other, and what passes between the two."""

@@ -46,11 +46,12 @@ _REWORDED = (
 )
 
 
-def load_config(path: str | Path, overrides: Overrides = ()) -> RunConfig:
+def load_config(path: str | Path, overrides: Overrides = (), *, machine: bool = True) -> RunConfig:
     """Read the YAML at `path`, apply `overrides` and check the result, files that it names included.
 
     `overrides` are `key.path=value` strings, the value in YAML, or a mapping of dotted keys to values. A value
-    replaces what the file holds under its key. Raises ConfigError: one line a problem, with where it came from.
+    replaces what the file holds under its key. Without `machine`, what the file names is not looked for: data of a run
+    that is over may be gone. Raises ConfigError: one line a problem, with where it came from.
     """
     file = Path(path)
     document = _read(file)
@@ -65,7 +66,8 @@ def load_config(path: str | Path, overrides: Overrides = ()) -> RunConfig:
         lines = [sources.describe(detail) for detail in error.errors()]
         raise ConfigError("\n".join(dict.fromkeys(lines)), path=str(file)) from error
     try:
-        check_environment(config)
+        if machine:
+            check_environment(config)
     except (KeyProblem, ConfigError) as error:
         key = error.key if isinstance(error, KeyProblem) else str(error.ids.get("key", ""))
         raise ConfigError(f"{sources.of(key)}: {error}", path=str(file), key=key) from error

@@ -18,6 +18,7 @@ from controllers.errors import ConfigError
 from controllers.events import Event
 
 CONFIG_FILE = "config.yaml"
+MODEL_FOLDER = "model"
 METRICS_FILE = "metrics.jsonl"
 EVALS_FILE = "evals.jsonl"
 EVENTS_FILE = "events.jsonl"

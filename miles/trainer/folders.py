@@ -1,4 +1,8 @@
-"""Folders that are whole or absent: written under a temporary name beside their place, then renamed."""
+"""Folders that are whole or absent: written under a temporary name beside their place, then renamed.
+
+A removal takes the same way back, so a process that is killed in either leaves temporary names only; whoever owns the
+parent folder removes those at its next start.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from controllers.errors import ConfigError
+
+_SUFFIX = ".tmp"
 
 
 @contextmanager
@@ -30,7 +36,7 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 def temporary_beside(target: Path) -> Path:
     """A name for a new folder in the same file system as `target`."""
-    return target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
+    return target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}{_SUFFIX}")
 
 
 def refuse_occupied(target: Path) -> None:
@@ -45,6 +51,19 @@ def publish(temporary: Path, target: Path) -> None:
         _flush(path)
     temporary.rename(target)
     _flush(target.parent)
+
+
+def remove_whole(folder: Path) -> None:
+    """Remove a folder. At no moment is there a part of it under its name."""
+    temporary = temporary_beside(folder)
+    folder.rename(temporary)
+    shutil.rmtree(temporary)
+
+
+def remove_leftovers(parent: Path) -> None:
+    """Remove what was being written or removed in `parent` when its process died. Nobody may be at work there."""
+    for leftover in parent.glob(f".*.*{_SUFFIX}"):
+        shutil.rmtree(leftover)
 
 
 def _flush(path: Path) -> None:

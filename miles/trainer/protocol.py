@@ -129,10 +129,12 @@ class Trainer(Protocol):
         function raised; the ranks stay usable then.
         """
 
-    async def save(self, folder: Path) -> None:
+    async def save(self, folder: Path, on_copied: Callable[[], None] = lambda: None) -> None:
         """Write a checkpoint (weights, optimizer, schedule, RNG, steps_done) that is whole or absent.
 
-        Called after the warm-up and every `checkpoint.every` steps, with a folder that does not exist.
+        Called after the warm-up and every `checkpoint.every` steps, with a folder that does not exist. Returns once it
+        is there. A trainer that writes from a copy may call `on_copied` before: other calls are made from then on, and
+        what they change must not reach the checkpoint.
         """
 
     async def load(self, folder: Path) -> None:
