@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from controllers.errors import ConfigError
+from miles.trainer import routing_replay
 from miles.trainer.architecture import Architecture, check_sizes, layers_of_stage
 from miles.trainer.attention import SdpaCoreAttention
 from miles.trainer.cpu_compat import building_on_cpu
@@ -69,6 +70,7 @@ def build_model(
     if arch.gemma and place.is_first_stage:
         model.embedding.register_forward_hook(ScaleOutput(arch.hidden**0.5))
     _mark_tensor_parallel(model)
+    routing_replay.attach(model, place)
     return model.to(device)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from executors.sampling_record import KeptTokens, Routing
+
 
 @dataclass(frozen=True, slots=True)
 class TokenSequence:
@@ -26,14 +28,20 @@ class TokenSequence:
     weight: float = 1.0
     """What each trained token's loss is multiplied by. Over a batch these make the mean that was asked for (by token,
     by sequence), so how the batch is cut never changes the gradient."""
+    kept: KeptTokens | None = None
+    """The tokens each response token was drawn from: its logprob is taken within them. None: all of them."""
+    routing: Routing | None = None
+    """The experts each input token is routed to; None leaves it to the router."""
 
     def __post_init__(self) -> None:
         if not self.prompt_ids or not self.response_ids:
             raise ValueError("a sequence to train on needs a prompt and a response of at least one token each")
-        for name in ("behaviour", "advantages", "mask", "staleness"):
+        for name in ("behaviour", "advantages", "mask", "staleness", "kept"):
             values = getattr(self, name)
             if values is not None and len(values) != len(self.response_ids):
                 raise ValueError(f"{len(self.response_ids)} response tokens but {len(values)} entries in {name}")
+        if self.routing is not None and len(self.routing) != self.length:
+            raise ValueError(f"{self.length} input tokens but routing of {len(self.routing)}")
 
     @property
     def length(self) -> int:
