@@ -7,6 +7,7 @@ from pathlib import Path
 from controllers.inference_controller import FleetOptions, HealthOptions
 from executors.rollout_executor import RolloutOptions
 from executors.sampling_client import SamplingParams
+from miles.algorithms.options import AlgorithmOptions, CorrectionOptions, KlOptions, OverlongOptions
 from miles.cluster.ray_cluster import RayOptions
 from miles.config import RunConfig
 from miles.engines.launcher import ANSWER_MARGIN_S, HOST_START_TIMEOUT_S, LauncherOptions
@@ -68,7 +69,7 @@ def fleet_options(config: RunConfig) -> FleetOptions:
 
 def trainer_options(config: RunConfig, model_path: Path) -> TrainerOptions:
     """Of every trainer rank."""
-    trainer, optimizer, algorithm = config.trainer, config.trainer.optimizer, config.algorithm
+    trainer, optimizer = config.trainer, config.trainer.optimizer
     return TrainerOptions(
         model_path=model_path.resolve(),
         seed=config.run.seed,
@@ -85,14 +86,31 @@ def trainer_options(config: RunConfig, model_path: Path) -> TrainerOptions:
         micro_batch_tokens=trainer.micro_batch_tokens,
         temperature=config.rollout.temperature,
         threads=trainer.threads,
-        advantage=algorithm.advantage,
-        advantage_options=algorithm.advantage_options,
-        loss=algorithm.loss,
-        clip=algorithm.clip,
+        algorithm=algorithm_options(config),
         parallel=trainer.parallel_sizes(),
         device=trainer.device,
         recompute=trainer.recompute,
         call_timeout_s=trainer.call_timeout_s,
+    )
+
+
+def algorithm_options(config: RunConfig) -> AlgorithmOptions:
+    """Of the advantages and the loss."""
+    algorithm = config.algorithm
+    kl, correction, overlong = algorithm.kl, algorithm.correction, algorithm.overlong
+    clip = {} if algorithm.clip is None else {"clip": algorithm.clip}
+    return AlgorithmOptions(
+        advantage=algorithm.advantage,
+        advantage_options=algorithm.advantage_options,
+        loss=algorithm.loss,
+        loss_options=algorithm.loss_options | clip,
+        aggregation=algorithm.aggregation,
+        max_tokens=config.rollout.max_tokens,
+        kl=None if kl is None else KlOptions(kl.coefficient, kl.estimator, kl.place, kl.gradient),
+        entropy_coefficient=algorithm.entropy_coefficient,
+        correction=None if correction is None else CorrectionOptions(**dict(correction)),
+        overlong=None if overlong is None else OverlongOptions(overlong.buffer, overlong.penalty),
+        max_token_staleness=algorithm.max_token_staleness,
     )
 
 

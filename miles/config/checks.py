@@ -6,13 +6,11 @@ The adapters' own checks are imported where they are called, so that `import mil
 
 from __future__ import annotations
 
-import inspect
 import socket
-from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
-from typing import Any
 
 from controllers.errors import ConfigError
+from miles.config.algorithm import AlgorithmConfig
 from miles.config.base import KeyProblem
 from miles.config.schema import DataConfig, ModelConfig, RunConfig
 from miles.registry import did_you_mean
@@ -60,7 +58,6 @@ def _context_length(model: ModelConfig) -> int:
 
 
 def _check_names(config: RunConfig) -> None:
-    from miles.algorithms import registry as algorithms
     from miles.rewards.reward import load_reward
 
     transports = {point.name for point in entry_points(group="miles.weight_sync")}
@@ -68,10 +65,7 @@ def _check_names(config: RunConfig) -> None:
     if transport not in transports:
         problem = f"unknown transport {transport!r}{did_you_mean(transport, transports)}"
         raise ConfigError(f"weight_sync.transport: {problem}", key="weight_sync.transport")
-    algorithms.check("advantage", config.algorithm.advantage)
-    if config.algorithm.advantage in algorithms.ADVANTAGES:
-        _check_arguments(algorithms.load("advantage", config.algorithm.advantage), config.algorithm.advantage_options)
-    algorithms.check("loss", config.algorithm.loss)
+    _check_algorithm(config.algorithm, config.rollout.max_tokens)
     if ":" not in config.reward:
         load_reward(config.reward)
 
@@ -89,13 +83,25 @@ def _check_trainer(config: RunConfig) -> None:
         check_cut(read_config(path) if path is not None else preset_shape(str(config.model.preset)).config(), sizes)
 
 
-def _check_arguments(advantage: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    parameters = list(inspect.signature(advantage).parameters.values())
-    known = [parameter.name for parameter in parameters if parameter.kind is inspect.Parameter.KEYWORD_ONLY]
-    for name in options:
-        if name not in known:
-            key = f"algorithm.advantage_options.{name}"
-            raise ConfigError(f"{key}: unknown key{did_you_mean(name, known)}", key=key)
+def _check_algorithm(algorithm: AlgorithmConfig, max_tokens: int) -> None:
+    from miles.algorithms import registry
+
+    registry.check("advantage", algorithm.advantage, algorithm.advantage_options)
+    registry.check("loss", algorithm.loss)
+    if "clip" in algorithm.loss_options:
+        raise KeyProblem("algorithm.loss_options.clip", "is algorithm.clip", algorithm.loss_options["clip"])
+    clips = algorithm.loss not in registry.LOSSES or "clip" in registry.option_names("loss", algorithm.loss)
+    if algorithm.clip is not None and not clips:
+        raise KeyProblem("algorithm.clip", f"the loss {algorithm.loss!r} does not clip", list(algorithm.clip))
+    registry.check("loss", algorithm.loss, algorithm.loss_options)
+    registry.check("aggregation", algorithm.aggregation)
+    if algorithm.kl is not None:
+        registry.check("kl", algorithm.kl.estimator)
+    if algorithm.correction is not None:
+        registry.check("correction", algorithm.correction.name, algorithm.correction.options)
+    if algorithm.overlong is not None and algorithm.overlong.buffer > max_tokens:
+        problem = f"must be at most rollout.max_tokens ({max_tokens})"
+        raise KeyProblem("algorithm.overlong.buffer", problem, algorithm.overlong.buffer)
 
 
 def _check_data(data: DataConfig) -> None:

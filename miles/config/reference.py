@@ -44,9 +44,10 @@ def _split(section: type[Section]) -> tuple[list[tuple[str, FieldInfo]], list[tu
     plain: list[tuple[str, FieldInfo]] = []
     inner: list[tuple[str, type[Section]]] = []
     for key, field in section.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            inner.append((key, field.annotation))
-        else:
+        kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
+        section_of = [kind for kind in kinds if issubclass(kind, Section)]
+        inner += [(key, kind) for kind in section_of]
+        if not section_of or NoneType in kinds:
             plain.append((key, field))
     return plain, inner
 
@@ -82,6 +83,8 @@ def _type(annotation: Any) -> str:
     others = [each for each in get_args(annotation) if each is not NoneType]
     if others:
         return " or ".join(_type(each) for each in others) + " or null"
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return "section"
     return {int: "whole number", float: "number", str: "string", bool: "true, false"}.get(annotation, "path")
 
 

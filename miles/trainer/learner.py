@@ -18,8 +18,9 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from executors.trajectory import Batch
-from miles.algorithms import registry
-from miles.algorithms.losses import TokenLoss, supervised
+from miles.algorithms.losses.supervised import supervised
+from miles.algorithms.objective import Objective
+from miles.algorithms.tokens import TokenLoss, TrainedTokens
 from miles.trainer import checkpoint, weights
 from miles.trainer.checkpoint import Counters
 from miles.trainer.logprobs import entropies, scaled_logits, token_logprobs
@@ -28,7 +29,7 @@ from miles.trainer.optimizer import PortableFP32Optimizer, learning_rate, reduce
 from miles.trainer.options import TrainerOptions
 from miles.trainer.packing import MicroBatch, pack
 from miles.trainer.protocol import Example, StepStats, TensorShard
-from miles.trainer.rl_batch import RlBatch, prepare
+from miles.trainer.rl_batch import prepare
 from miles.trainer.sequences import TokenSequence
 from miles.trainer.shards import iter_shards
 
@@ -47,8 +48,7 @@ class Learner:
         self.model = build_model(self.arch, tensor_parallel=self.tp_group.size())
         weights.load_hf(self.model, options.model_path, self.arch, self.tp_group.rank(), self.tp_group.size())
         self.optimizer = PortableFP32Optimizer(self.model, options)
-        self._advantage = registry.load("advantage", options.advantage)
-        self._loss = registry.load("loss", options.loss)
+        self._objective = Objective(options.algorithm)
 
     def step(self, batch: Batch) -> StepStats:
         """One RL step. Counts as a step also where it was skipped: no trained token, or a gradient not finite.
@@ -58,17 +58,16 @@ class Learner:
         started = time.perf_counter()
         if batch.step != self.counters.steps + 1:
             raise ValueError(f"a batch for step {batch.step}, but the next step is {self.counters.steps + 1}")
-        prepared = prepare(batch, self._advantage, self.options.advantage_options)
+        prepared = prepare(batch, self.options.algorithm)
         step = batch.step
         lr = learning_rate(self.options, step)
 
         def loss(micro: MicroBatch, logprobs: Tensor) -> TokenLoss:
-            result: TokenLoss = self._loss(logprobs, micro.behaviour, micro.advantages, clip=self.options.clip)
-            return result
+            return self._objective(_tokens(micro, logprobs))
 
         metrics, skipped = self._update(prepared.sequences, loss, lr, sampled=True)
         self.counters = Counters(step, self.counters.warmup_steps, self.counters.skipped_steps + skipped)
-        metrics |= _rollout_metrics(prepared)
+        metrics |= prepared.metrics
         metrics["skipped_steps"] = float(self.counters.skipped_steps)
         metrics["train_s"] = time.perf_counter() - started
         return StepStats(step, metrics)
@@ -77,7 +76,7 @@ class Learner:
         """One supervised step. Its number counts warm-up steps."""
         started = time.perf_counter()
         sequences = [TokenSequence(e.prompt_ids, e.completion_ids) for e in examples if e.completion_ids]
-        metrics, skipped = self._update(sequences, lambda _micro, logprobs: supervised(logprobs), lr, sampled=False)
+        metrics, skipped = self._update(sequences, _imitate, lr, sampled=False)
         done = self.counters.warmup_steps + 1
         self.counters = Counters(self.counters.steps, done, self.counters.skipped_steps + skipped)
         metrics["skipped_steps"] = float(self.counters.skipped_steps)
@@ -167,10 +166,9 @@ class Learner:
         return metrics | {"grad_norm": outcome.grad_norm}, outcome.skipped
 
 
-def _rollout_metrics(prepared: RlBatch) -> dict[str, float]:
-    return {
-        "reward": prepared.reward_mean,
-        "response_length": prepared.response_length_mean,
-        "abstained": float(prepared.abstained),
-        "flat_groups": float(prepared.flat_groups),
-    }
+def _tokens(micro: MicroBatch, logprobs: Tensor) -> TrainedTokens:
+    return TrainedTokens(logprobs, micro.behaviour, micro.advantages, micro.sequence, len(micro.indices))
+
+
+def _imitate(micro: MicroBatch, logprobs: Tensor) -> TokenLoss:
+    return supervised(_tokens(micro, logprobs), micro.behaviour)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from controllers.errors import ConfigError
+from miles.algorithms.options import DEFAULT_ALGORITHM, AlgorithmOptions
 from miles.trainer.parallel import ONE_RANK, ParallelSizes
 
 LR_SCHEDULES = ("linear", "cosine", "constant")
@@ -42,12 +42,8 @@ class TrainerOptions:
     """Sampling temperature of the rollouts, applied to the trainer's logits too."""
     threads: int = 1
     """Compute threads of a rank."""
-    advantage: str = "grpo"
-    """A name of miles.algorithms.registry, or `module:function`."""
-    advantage_options: Mapping[str, object] = field(default_factory=dict)
-    loss: str = "clipped"
-    clip: tuple[float, float] = (0.2, 0.28)
-    """The ratio is clipped to [1 - clip[0], 1 + clip[1]]."""
+    algorithm: AlgorithmOptions = DEFAULT_ALGORITHM
+    """How rewards become a gradient."""
     parallel: ParallelSizes = ONE_RANK
     """How many ranks there are, and how they share the model and the batch."""
     device: str = "cpu"
@@ -85,5 +81,3 @@ class TrainerOptions:
             raise ConfigError(f"trainer dtype must be float32 or bfloat16, not {self.dtype!r}", key="dtype")
         if self.dtype != "float32" and self.device == "cpu":
             raise ConfigError(f"trainer dtype {self.dtype!r} is not supported on CPU: use float32", key="dtype")
-        if not 0 <= self.clip[0] < 1 or self.clip[1] < 0:
-            raise ConfigError(f"algorithm clip must be [0 <= low < 1, high >= 0], not {self.clip!r}", key="clip")

@@ -38,6 +38,8 @@ class MicroBatch:
     """[n] logprobs; 0 where there are none."""
     advantages: Tensor
     """[n]"""
+    sequence: Tensor
+    """[n]: the position among `indices` of the sequence each token belongs to."""
 
 
 def pack(
@@ -65,7 +67,8 @@ def _micro_batch(sequences: Sequence[TokenSequence], indices: list[int], device:
     targets: list[int] = []
     behaviour: list[float] = []
     advantages: list[float] = []
-    for index in indices:
+    owners: list[int] = []
+    for position, index in enumerate(indices):
         sequence = sequences[index]
         start, count = len(inputs), len(sequence.response_ids)
         inputs.extend(sequence.prompt_ids)
@@ -74,6 +77,7 @@ def _micro_batch(sequences: Sequence[TokenSequence], indices: list[int], device:
         first = start + len(sequence.prompt_ids) - 1
         rows.extend(range(first, first + count))
         targets.extend(sequence.response_ids)
+        owners.extend([position] * count)
         behaviour.extend(sequence.behaviour or [0.0] * count)
         advantages.extend(sequence.advantages or [0.0] * count)
     return MicroBatch(
@@ -85,4 +89,5 @@ def _micro_batch(sequences: Sequence[TokenSequence], indices: list[int], device:
         targets=torch.tensor(targets, device=device),
         behaviour=torch.tensor(behaviour, dtype=torch.float32, device=device),
         advantages=torch.tensor(advantages, dtype=torch.float32, device=device),
+        sequence=torch.tensor(owners, device=device),
     )

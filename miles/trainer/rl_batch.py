@@ -1,53 +1,178 @@
-"""From groups of trajectories to sequences with advantages: the torch-free half of an RL step."""
+"""From groups of trajectories to sequences with advantages and weights: the torch-free half of an RL step.
+
+Everything that depends on the whole batch is decided here (baselines, normalisation, the mean that losses are part
+of), so how the sequences are then cut and spread never matters. Called by the learner.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 
-from executors.trajectory import Batch
-from miles.algorithms.advantages import group_advantages
+from executors.trajectory import Batch, Group, Trajectory
+from miles.algorithms import registry
+from miles.algorithms.advantages.batch import batch_advantages, takes_part
+from miles.algorithms.advantages.sample import Sample
+from miles.algorithms.options import AlgorithmOptions
+from miles.algorithms.overlong import overlong_penalty
+from miles.algorithms.tokens import MAX_LOG_RATIO
+from miles.trainer.rollout_metrics import rollout_metrics
 from miles.trainer.sequences import TokenSequence
 
 
 @dataclass(frozen=True, slots=True)
 class RlBatch:
-    """Sequences to train on, and what the rollouts looked like. Means are over all trajectories of the batch."""
+    """Sequences to train on, and what the rollouts looked like."""
 
     sequences: tuple[TokenSequence, ...]
-    reward_mean: float
-    """Over trajectories with a reward; nan without any."""
-    response_length_mean: float
-    abstained: int
-    """Trajectories without a finite reward."""
-    flat_groups: int
-    """Groups whose advantages are all 0: they teach nothing."""
+    trajectories: tuple[int, ...]
+    """For each sequence its place among all trajectories of the batch, in the order of `prompts_and_responses`."""
+    metrics: dict[str, float]
+    """See `miles.trainer.rollout_metrics`."""
 
 
-def prepare(batch: Batch, advantage: Callable[..., Sequence[float]], options: Mapping[str, object]) -> RlBatch:
-    """Advantages per group; samples that take no part are left out."""
-    sequences: list[TokenSequence] = []
-    rewards: list[float] = []
-    lengths: list[int] = []
-    flat_groups = 0
-    for group in batch.groups:
-        members = group.trajectories
-        advantages = group_advantages(
-            [member.reward for member in members], [bool(member.response_ids) for member in members], advantage, options
-        )
-        flat_groups += not any(advantages)
-        for member, value in zip(members, advantages, strict=True):
-            lengths.append(len(member.response_ids))
-            if member.reward is not None and math.isfinite(member.reward):
-                rewards.append(member.reward)
-            if value is not None:
-                spread = [value] * len(member.response_ids)
-                sequences.append(TokenSequence(member.prompt_ids, member.response_ids, member.logprobs, spread))
-    return RlBatch(
-        sequences=tuple(sequences),
-        reward_mean=math.fsum(rewards) / len(rewards) if rewards else math.nan,
-        response_length_mean=sum(lengths) / len(lengths) if lengths else math.nan,
-        abstained=len(lengths) - len(rewards),
-        flat_groups=flat_groups,
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """One trajectory with what each of its tokens has of its own."""
+
+    trajectory: Trajectory
+    staleness: list[int]
+    mask: list[bool]
+    penalties: list[float]
+    """The KL in the reward, of each trained token; empty without."""
+    sample: Sample | None
+
+
+def prompts_and_responses(batch: Batch) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(prompt ids, response ids) of all trajectories, group after group: what reference logprobs are asked for."""
+    return [(member.prompt_ids, member.response_ids) for group in batch.groups for member in group.trajectories]
+
+
+def prepare(
+    batch: Batch, options: AlgorithmOptions, reference_logprobs: Sequence[Sequence[float]] | None = None
+) -> RlBatch:
+    """Advantages, masks, staleness and weights of all sequences that take part; the other samples are left out.
+
+    `reference_logprobs` are those of `prompts_and_responses(batch)`, [] for an empty response; needed only where
+    `options.kl_in_reward`. Raises ValueError where they are missing or do not fit.
+    """
+    members = _members(batch, options, reference_logprobs)
+    advantages = batch_advantages(
+        [[member.sample for member in group] for group in members],
+        registry.load("advantage", options.advantage, options.advantage_options),
     )
+    flat = [member for group in members for member in group]
+    values = [each for group in advantages for each in group]
+    weights = iter(_weights(members, options))
+    sequences: list[TokenSequence] = []
+    kept: list[int] = []
+    for index, (member, value) in enumerate(zip(flat, values, strict=True)):
+        if value is None:
+            continue
+        kept.append(index)
+        spread = iter(value)
+        sequences.append(
+            TokenSequence(
+                member.trajectory.prompt_ids,
+                member.trajectory.response_ids,
+                member.trajectory.logprobs,
+                [next(spread) if trained else 0.0 for trained in member.mask],
+                None if all(member.mask) else member.mask,
+                member.staleness,
+                next(weights),
+            )
+        )
+    metrics = rollout_metrics([member.trajectory for member in flat], [member.staleness for member in flat], advantages)
+    penalties = [penalty for member in flat if member.sample is not None for penalty in member.penalties]
+    if options.kl is not None and options.kl_in_reward and options.kl.coefficient and penalties:
+        metrics["kl"] = math.fsum(penalties) / len(penalties) / options.kl.coefficient
+    return RlBatch(tuple(sequences), tuple(kept), metrics)
+
+
+def token_staleness(trajectory: Trajectory, batch: Batch, group_staleness: int) -> list[int]:
+    """Optimizer steps between the weights that sampled each response token and those about to be updated.
+
+    A version whose step the batch does not know counts as the group's oldest.
+    """
+    result = [group_staleness] * len(trajectory.response_ids)
+    for span in trajectory.spans:
+        if span.version in batch.version_steps:
+            age = batch.step - 1 - batch.version_steps[span.version]
+            result[span.start : span.end] = [age] * (span.end - span.start)
+    return result
+
+
+def _members(
+    batch: Batch, options: AlgorithmOptions, reference: Sequence[Sequence[float]] | None
+) -> list[list[_Member]]:
+    if options.kl_in_reward and reference is None:
+        raise ValueError("a KL in the reward needs the reference model's logprobs before there are advantages")
+    total = sum(len(group.trajectories) for group in batch.groups)
+    if reference is not None and len(reference) != total:
+        raise ValueError(f"reference logprobs of {len(reference)} trajectories for a batch of {total}")
+    rows = iter(reference if reference is not None else [None] * total)
+    return [
+        [_member(member, batch, age, options, next(rows)) for member in group.trajectories]
+        for group, age in _groups(batch)
+    ]
+
+
+def _groups(batch: Batch) -> list[tuple[Group, int]]:
+    return list(zip(batch.groups, batch.staleness, strict=True))
+
+
+def _member(
+    trajectory: Trajectory,
+    batch: Batch,
+    group_staleness: int,
+    options: AlgorithmOptions,
+    reference: Sequence[float] | None,
+) -> _Member:
+    staleness = token_staleness(trajectory, batch, group_staleness)
+    oldest = options.max_token_staleness
+    mask = [oldest is None or age <= oldest for age in staleness]
+    if trajectory.mask is not None:
+        mask = [a and b for a, b in zip(mask, trajectory.mask, strict=True)]
+    penalties: list[float] = []
+    if options.kl_in_reward and reference is not None:
+        penalties = list(compress(_penalties(trajectory, reference, options), mask))
+    sample = None
+    if trajectory.reward is not None and takes_part(trajectory.reward, sum(mask)):
+        reward = trajectory.reward
+        if options.overlong is not None:
+            reward -= overlong_penalty(
+                len(trajectory.response_ids),
+                max_tokens=options.max_tokens,
+                buffer=options.overlong.buffer,
+                penalty=options.overlong.penalty,
+            )
+        sample = Sample(reward, sum(mask), tuple(penalties))
+    return _Member(trajectory, staleness, mask, penalties, sample)
+
+
+def _penalties(trajectory: Trajectory, reference: Sequence[float], options: AlgorithmOptions) -> list[float]:
+    """kl.coefficient times the estimated KL of each response token, from the policy that sampled it to the reference.
+
+    Source of a KL by token in the reward: InstructGPT (arXiv 2203.02155).
+    """
+    if options.kl is None:
+        return []
+    if len(reference) != len(trajectory.response_ids):
+        raise ValueError(f"{len(trajectory.response_ids)} response tokens but {len(reference)} reference logprobs")
+    estimate = registry.load("kl", options.kl.estimator)
+    coefficient = options.kl.coefficient
+    differences = [a - b for a, b in zip(trajectory.logprobs, reference, strict=True)]
+    return [coefficient * estimate(min(max(x, -MAX_LOG_RATIO), MAX_LOG_RATIO)) for x in differences]
+
+
+def _weights(members: Sequence[Sequence[_Member]], options: AlgorithmOptions) -> list[float]:
+    """What each token's loss is multiplied by, for each sequence that takes part."""
+    counts = [[member.sample.tokens for member in group if member.sample is not None] for group in members]
+    if not any(counts):
+        return []
+    weights = registry.load("aggregation", options.aggregation)(counts, max_tokens=options.max_tokens)
+    if [len(group) for group in weights] != [len(group) for group in counts]:
+        raise ValueError(f"the aggregation {options.aggregation!r} answered for other sequences than it was given")
+    return [float(weight) for group in weights for weight in group]

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from executors.trajectory import Batch
-from miles.algorithms.advantages import grpo
+from miles.algorithms.advantages.grpo import grpo
+from miles.algorithms.advantages.sample import Sample
 from miles.trainer.attention import pack_params
 from miles.trainer.learner import Learner
 from miles.trainer.optimizer import learning_rate
@@ -144,7 +145,7 @@ def reference_step(model: Any, optimizer: torch.optim.Optimizer, batch: Batch, c
     """GRPO with a clipped token-mean loss in the plainest way: one sequence at a time. Returns the gradient norm."""
     losses = []
     for group in batch.groups:
-        advantages = grpo([member.reward or 0.0 for member in group.trajectories])
+        advantages = grpo([[Sample(member.reward or 0.0) for member in group.trajectories]])[0]
         for member, advantage in zip(group.trajectories, advantages, strict=True):
             ids = torch.tensor([*member.prompt_ids, *member.response_ids])
             start = len(member.prompt_ids)

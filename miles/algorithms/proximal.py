@@ -1,0 +1,27 @@
+"""The policy from which a corrected loss measures its ratio."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from miles.algorithms.tokens import TrainedTokens
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def recomputed(tokens: TrainedTokens) -> Tensor:
+    """Logprobs [n] of the trainer before this step's update; its current ones where it makes one update of a batch."""
+    return tokens.logprobs.detach() if tokens.proximal is None else tokens.proximal
+
+
+def interpolated(tokens: TrainedTokens) -> Tensor:
+    """log proximal = behaviour / d + (1 - 1 / d) logprobs, [n], for a token sampled d steps ago; logprobs for d = 0.
+
+    Needs no forward pass of its own. Raises ValueError without the tokens' staleness. Source: A-3PO (arXiv 2512.06547).
+    """
+    if tokens.staleness is None:
+        raise ValueError("an interpolated proximal policy needs the tokens' staleness")
+    current = tokens.logprobs.detach()
+    share = (1.0 / tokens.staleness.clamp(min=1)).where(tokens.staleness > 0, 0.0).to(current.dtype)
+    return current + share * (tokens.behaviour - current)
