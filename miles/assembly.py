@@ -42,6 +42,7 @@ from miles.part_options import (
 from miles.recorder import RunRecorder
 from miles.rewards.reward import load_reward
 from miles.rewards.scorer import Scorer, ScorerOptions
+from miles.telemetry.run_folder import MODEL_FOLDER
 from miles.trainer.frozen_weights import FrozenWeights
 from miles.trainer.megatron import MegatronTrainer
 from miles.trainer.protocol import Trainer
@@ -51,7 +52,6 @@ from miles.weight_sync.ports import RankRunner
 from miles.weight_sync.service import WeightSyncService
 
 JOURNAL_FILE = "journal.sqlite"
-MODEL_FOLDER = "model"
 BATCHES_FOLDER = "batches"
 
 

@@ -30,7 +30,7 @@ from executors.sampling_client import SamplingParams
 from executors.trajectory import Batch
 from miles.assembly import BATCHES_FOLDER, Parts, assemble
 from miles.batch_log import BatchLog
-from miles.checkpoints import Checkpoints
+from miles.checkpoints import FOLDER, Checkpoints, KeepRule
 from miles.config import RunConfig
 from miles.recorder import RunRecorder
 from miles.run_batches import RunBatches
@@ -73,7 +73,9 @@ class Run:
         self._weight_sync = parts.rollouts.weight_sync
         self._recorder = recorder
         self._tasks = tasks
-        self._checkpoints = Checkpoints(recorder.path / "checkpoints", keep=config.checkpoint.keep)
+        rule = KeepRule(config.checkpoint.keep, config.checkpoint.keep_every)
+        beside = tasks if config.checkpoint.asynchronous else None
+        self._checkpoints = Checkpoints(recorder.path / FOLDER, rule, beside=beside)
         stream = self.executor.batches(self._material.data.train())
         self._batches = RunBatches(stream, config.train.steps, lambda: self.trainer.steps_done)
 
@@ -113,7 +115,11 @@ class Run:
         return result
 
     async def save_checkpoint(self) -> Path:
-        """Save weights, optimizer, schedule and random state of this step; older checkpoints are pruned."""
+        """Save weights, optimizer, schedule and random state of this step; returns where they are, or soon will be.
+
+        With `checkpoint.asynchronous` training may go on once this returns: a copy is being written. Old checkpoints
+        are pruned when it is whole.
+        """
         return await self._checkpoints.save(self.trainer, self.trainer.steps_done)
 
     def start_soon(self, function: Callable[P, Awaitable[object]], *args: P.args, **kwargs: P.kwargs) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from miles.assembly import check_names
+from miles.checkpoints import FOLDER, swept
 from miles.config import RunConfig, load_config
 from miles.failure import root_cause
 from miles.recorder import RunRecorder
@@ -25,7 +26,8 @@ async def recorded(
     """
     resolved = config if isinstance(config, RunConfig) else load_config(config, overrides)
     check_names(resolved)
-    with RunRecorder(resolved) as recorder:
+    # Outside all parts: when it sweeps up, no rank is left that could be writing a checkpoint.
+    with RunRecorder(resolved) as recorder, swept(recorder.path / FOLDER):
         try:
             yield resolved, recorder
         except BaseExceptionGroup as group:
