@@ -115,7 +115,9 @@ class RolloutExecutor:
         self._counters = ExecutorCounters()
         self._scorer = AbstainingScorer(scorer, self._counters)
         self._gate = AdmissionGate(max_staleness=options.max_staleness, groups_per_step=options.groups_per_step)
-        self._buffer = TrajectoryBuffer(max_staleness=options.max_staleness, on_stale=self._drop_stale)
+        self._buffer = TrajectoryBuffer(
+            max_staleness=options.max_staleness, on_stale=self._drop_stale, version_steps=version_steps
+        )
         self._permits = Permits(options.concurrency)
         self._in_flight: dict[str, GroupInFlight] = {}
         self._source: PromptSource | None = None

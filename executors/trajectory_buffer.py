@@ -15,9 +15,16 @@ from executors.trajectory import Batch, Group
 class TrajectoryBuffer:
     """A queue of finished groups, bounded by the admission gate in front of it."""
 
-    def __init__(self, *, max_staleness: int | None, on_stale: Callable[[Group], None]) -> None:
+    def __init__(
+        self,
+        *,
+        max_staleness: int | None,
+        on_stale: Callable[[Group], None],
+        version_steps: Callable[[int], int],
+    ) -> None:
         self._max_staleness = max_staleness
         self._on_stale = on_stale
+        self._version_steps = version_steps
         self._groups: list[tuple[int, int, Group]] = []
         self._arrivals = 0
 
@@ -44,7 +51,13 @@ class TrajectoryBuffer:
         if len(self._groups) < groups_per_step:
             return None
         groups = tuple(self._pop(steps_done) for _ in range(groups_per_step))
-        return Batch(groups=groups, step=step, staleness=tuple(steps_done - g.sampled_step for g in groups))
+        versions = {span.version for g in groups for each in g.trajectories for span in each.spans}
+        return Batch(
+            groups=groups,
+            step=step,
+            staleness=tuple(steps_done - g.sampled_step for g in groups),
+            version_steps={version: self._version_steps(version) for version in sorted(versions)},
+        )
 
     def _drop_stale(self, steps_done: int) -> None:
         if self._max_staleness is None:

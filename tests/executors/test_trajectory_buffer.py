@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from executors.errors import NegativeStaleness
-from executors.trajectory import Group
+from executors.trajectory import Group, StopReason, Trajectory, VersionSpan
 from executors.trajectory_buffer import TrajectoryBuffer
 from tests.executors.test_journal import make_group
 
 
 def make_buffer(max_staleness: int, *groups: Group) -> tuple[TrajectoryBuffer, list[Group]]:
     stale: list[Group] = []
-    buffer = TrajectoryBuffer(max_staleness=max_staleness, on_stale=stale.append)
+    buffer = TrajectoryBuffer(
+        max_staleness=max_staleness, on_stale=stale.append, version_steps=lambda version: version - 1
+    )
     for group in groups:
         buffer.put(group)
     return buffer, stale
@@ -26,6 +30,17 @@ def test_oldest_weights_leave_first_and_ties_by_arrival() -> None:
     assert batch.groups == (groups[1], groups[3], groups[0])
     assert batch.staleness == (2, 2, 1)
     assert len(buffer) == 1
+
+
+def test_a_batch_knows_the_step_of_every_version_that_sampled_a_token_of_it() -> None:
+    mixed = Trajectory(
+        (1,), (2, 3, 4), (-0.1,) * 3, (VersionSpan(2, 0, 1, "i0"), VersionSpan(4, 1, 3, "i0")), StopReason.STOP, 1.0
+    )
+    group = make_group(1, 1)
+    buffer, _ = make_buffer(5, make_group(0, 0), replace(group, trajectories=(mixed,)))
+    batch = buffer.take_batch(step=5, groups_per_step=2)
+    assert batch is not None
+    assert batch.version_steps == {1: 0, 2: 1, 4: 3}
 
 
 def test_no_batch_of_too_few() -> None:
