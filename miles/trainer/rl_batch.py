@@ -82,6 +82,8 @@ def prepare(
                 None if all(member.mask) else member.mask,
                 member.staleness,
                 next(weights),
+                member.trajectory.kept,
+                member.trajectory.routing,
             )
         )
     metrics = rollout_metrics([member.trajectory for member in flat], [member.staleness for member in flat], advantages)
