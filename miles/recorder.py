@@ -7,6 +7,7 @@ The run owns one; nothing reads back from it.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -103,10 +104,17 @@ class RunRecorder:
         """Tokens per second count from here."""
         self._last_time = time.monotonic()
 
-    def step_trained(self, batch: Batch, stats: StepStats, wait_s: float, train_s: float) -> None:
-        """An optimizer step is done; its line is written once its weights are published."""
+    def trained(
+        self, batch: Batch, stats: StepStats, seconds: Mapping[str, float], *, publishes: bool = False
+    ) -> None:
+        """The step of a batch is done, or without a trainer the batch is made. `seconds` are those of its phases.
+
+        With `publishes` its line waits for `published`, which follows.
+        """
         self._close_step()
-        self._step = _OpenStep(batch, stats, wait_s, train_s)
+        self._step = _OpenStep(batch, stats, dict(seconds))
+        if not publishes:
+            self._close_step()
 
     def published(self, version: WeightVersion, publish_s: float, sync_s: float, pause_s: float) -> None:
         """The weights after the newest step are published.
@@ -115,7 +123,7 @@ class RunRecorder:
         """
         if self._step is not None:
             self._step.weight_version = version.number
-            self._step.seconds = {"publish_s": publish_s, "last_sync_s": sync_s, "last_pause_s": pause_s}
+            self._step.seconds |= {"publish_s": publish_s, "last_sync_s": sync_s, "last_pause_s": pause_s}
             self._close_step()
 
     def evaluated(self, step: int, weight_version: int, reward: float, prompts: int, seconds: float) -> None:
@@ -147,8 +155,6 @@ class RunRecorder:
                 "staleness_mean": sum(open_step.batch.staleness) / len(open_step.batch.staleness),
                 **metrics,
                 "step_s": step_s,
-                "wait_s": open_step.wait_s,
-                "train_call_s": open_step.train_s,
                 **open_step.seconds,
             }
         )
@@ -177,7 +183,6 @@ class RunRecorder:
 class _OpenStep:
     """A step whose weights are not published yet."""
 
-    def __init__(self, batch: Batch, stats: StepStats, wait_s: float, train_s: float) -> None:
-        self.batch, self.stats, self.wait_s, self.train_s = batch, stats, wait_s, train_s
+    def __init__(self, batch: Batch, stats: StepStats, seconds: dict[str, float]) -> None:
+        self.batch, self.stats, self.seconds = batch, stats, seconds
         self.weight_version: int | None = None
-        self.seconds: dict[str, float] = {}

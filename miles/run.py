@@ -34,15 +34,13 @@ from miles.checkpoints import FOLDER, Checkpoints, KeepRule
 from miles.config import RunConfig
 from miles.recorder import RunRecorder
 from miles.run_batches import RunBatches
-from miles.run_opening import Overrides, recorded
+from miles.run_opening import FIRST_LINEAGE, Overrides, recorded, start_timeout_s
 from miles.run_trainer import RunTrainer
 from miles.trainer.protocol import StepStats
 from miles.version_steps import AVAILABLE_STATES
 from miles.warmup import warm_up
 
 P = ParamSpec("P")
-
-FIRST_LINEAGE = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +98,7 @@ class Run:
         # Engines that are away come back with these weights or newer ones, so only those in service are waited for.
         in_service = sum(engine.state in AVAILABLE_STATES for engine in self.inference.snapshot())
         await self.inference.wait_serving(
-            count=max(1, in_service), version=version.number, timeout_s=self._start_timeout_s
+            count=max(1, in_service), version=version.number, timeout_s=start_timeout_s(self.config)
         )
         prompts = self._material.data.evaluation(config.eval.prompts)
         greedy = SamplingParams(
@@ -133,24 +131,20 @@ class Run:
 
         self._tasks.start_soon(call)
 
-    @property
-    def _start_timeout_s(self) -> float:
-        engines = self.config.engines
-        return engines.launch_timeout_s + engines.sync_timeout_s
-
     async def _begin(self) -> None:
         """The stages before the first step."""
         await warm_up(self.trainer, self.config.train.warmup, self._material, self._recorder.stage)
         await self.save_checkpoint()
         version = await self.publish_weights()
         self._recorder.stage("waiting for the engines to serve the first weights")
-        await self.inference.wait_serving(version=version.number, timeout_s=self._start_timeout_s)
+        await self.inference.wait_serving(version=version.number, timeout_s=start_timeout_s(self.config))
         self._recorder.stage("training")
         self._recorder.begin_training()
 
     def _trained(self, batch: Batch, stats: StepStats, train_s: float) -> None:
         self.executor.mark_trained(batch)
-        self._recorder.step_trained(batch, stats, self._batches.wait_s, train_s)
+        seconds = {"wait_s": self._batches.wait_s, "train_call_s": train_s}
+        self._recorder.trained(batch, stats, seconds, publishes=True)
 
 
 @asynccontextmanager
@@ -160,7 +154,7 @@ async def open_run(config: RunConfig | str | Path, overrides: Overrides = ()) ->
     Raises ConfigError for a bad configuration or a run folder that is in use, before anything is started.
     """
     async with (
-        recorded(config, overrides) as (resolved, recorder),
+        recorded(config, overrides, "run") as (resolved, recorder),
         assemble(resolved, recorder) as parts,
         anyio.create_task_group() as tasks,
     ):

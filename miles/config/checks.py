@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import socket
 from importlib.metadata import entry_points
+from pathlib import Path
 
 from controllers.errors import ConfigError
 from miles.config.algorithm import AlgorithmConfig
 from miles.config.base import KeyProblem
-from miles.config.schema import DataConfig, ModelConfig, RunConfig
+from miles.config.schema import DataConfig, RunConfig
 from miles.registry import did_you_mean
 
 
@@ -24,7 +25,9 @@ def check_environment(config: RunConfig) -> None:
     _check_names(config)
     _check_data(config.data)
     _check_trainer(config)
-    context_length = _context_length(config.model)
+    if config.debug.replay is not None:
+        _check_replay(config.debug.replay)
+    context_length = _context_length(config)
     if config.rollout.max_tokens >= context_length:
         raise KeyProblem(
             "rollout.max_tokens",
@@ -47,11 +50,13 @@ def check_ports(config: RunConfig, host: str = "127.0.0.1") -> None:
                 raise ConfigError(f"engines.port: {host}:{port} is taken ({error.strerror})", port=port) from error
 
 
-def _context_length(model: ModelConfig) -> int:
+def _context_length(config: RunConfig) -> int:
+    model = config.model
     if model.path is not None:
         from miles.models.folder import inspect_model_folder
 
-        return inspect_model_folder(model.path).context_length
+        serves = config.engines.kind == "embedded" and config.debug.replay is None
+        return inspect_model_folder(model.path, embedded=serves).context_length
     from miles.models.presets import preset_shape
 
     return preset_shape(str(model.preset)).context_length
@@ -102,6 +107,16 @@ def _check_algorithm(algorithm: AlgorithmConfig, max_tokens: int) -> None:
     if algorithm.overlong is not None and algorithm.overlong.buffer > max_tokens:
         problem = f"must be at most rollout.max_tokens ({max_tokens})"
         raise KeyProblem("algorithm.overlong.buffer", problem, algorithm.overlong.buffer)
+
+
+def _check_replay(folder: Path) -> None:
+    from miles.batch_log import logged_steps
+
+    steps = logged_steps(folder)
+    if not steps:
+        raise KeyProblem("debug.replay", "must be a folder of kept batches, the batches/ of a run", str(folder))
+    if steps != list(range(1, len(steps) + 1)):
+        raise KeyProblem("debug.replay", "must hold the batches of all steps from 1 on", str(folder))
 
 
 def _check_data(data: DataConfig) -> None:
