@@ -26,7 +26,9 @@ def linear_logprobs(
     `hidden` is [n, h], the same on all TP ranks; its gradient is summed over them. `weight` is this rank's rows
     [v / tp, h]: those beyond the true `vocab` never enter the softmax. `targets` [n] are global token ids.
     """
-    logprobs, entropy = _LinearLogprobs.apply(hidden, weight, targets, vocab, temperature, tp_group)
+    logprobs, entropy = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, targets, vocab, temperature, tp_group
+    )
     return logprobs, entropy
 
 
@@ -42,7 +44,7 @@ class _LinearLogprobs(torch.autograd.Function):
         rows = max(1, CHUNK_BYTES // (4 * width))
         parts = []
         kept = None
-        for start in range(0, hidden.shape[0], rows):
+        for start in range(0, max(1, hidden.shape[0]), rows):
             logits = _logits(hidden[start : start + rows], weight)
             parts.append(_fused(row_sums, logits)(logits, local[start : start + rows], columns, temperature))
             kept = logits if hidden.shape[0] <= rows else None
@@ -61,7 +63,7 @@ class _LinearLogprobs(torch.autograd.Function):
         of_logprob, of_entropy = grads
         of_hidden = torch.empty_like(hidden)
         of_weight: Tensor | None = None
-        for start in range(0, hidden.shape[0], ctx.rows):
+        for start in range(0, max(1, hidden.shape[0]), ctx.rows):
             part = slice(start, start + ctx.rows)
             logits = _logits(hidden[part], weight) if ctx.kept is None else ctx.kept
             of_logits = _fused(logit_gradient, logits)(
@@ -139,7 +141,7 @@ def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
 
 def _product(first: Tensor, second: Tensor) -> Tensor:
     if first.is_cuda and first.dtype != torch.float32:
-        return torch.mm(first, second, out_dtype=torch.float32)  # type: ignore[call-overload, no-any-return]
+        return torch.mm(first, second, out_dtype=torch.float32)
     return first.mm(second).float()
 
 

@@ -1,0 +1,102 @@
+"""The optimizer on GPUs: Megatron's distributed optimizer over torch's fused AdamW.
+
+Model parameters have the dtype of the model (bf16, say). Their fp32 copies and Adam's moments are cut over data-
+parallel ranks; each updates its part, and the parts are gathered into the model's parameters, in place.
+`optimizer.make_optimizer` builds it around a model with gradient buffers.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+from miles.trainer.optimizer import StepOutcome
+from miles.trainer.options import TrainerOptions
+
+SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
+"""Moments are saved as global tensors, so that ranks of any parallel sizes can load them."""
+
+
+class DistributedAdamW:
+    """Implements `optimizer.Optimizer`. `wrapped` was made by `with_gradient_buffers(sharded_optimizer=True)`."""
+
+    def __init__(self, wrapped: Any, options: TrainerOptions) -> None:
+        config = OptimizerConfig(
+            optimizer="adam",
+            lr=options.lr,
+            weight_decay=options.weight_decay,
+            adam_beta1=options.betas[0],
+            adam_beta2=options.betas[1],
+            adam_eps=options.eps,
+            clip_grad=options.clip_grad,
+            bf16=options.dtype == "bfloat16",
+            params_dtype=getattr(torch, options.dtype),
+            use_distributed_optimizer=True,
+        )
+        self._wrapped = wrapped
+        # No overrides: weight decay is the same for all parameters, as on CPU.
+        self._megatron = get_megatron_optimizer(config, [wrapped], config_overrides={})
+        self._own = {
+            "betas": options.betas,
+            "eps": options.eps,
+            "weight_decay": options.weight_decay,
+            "fused": True,
+        }
+        self._parts = [part for part in self._megatron.chained_optimizers if not part.is_stub_optimizer]
+        for part in self._parts:
+            # Moments exist from the start, so that a checkpoint written before the first step has the same tensors.
+            for parameter in part.get_parameters():
+                part.optimizer.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                    "exp_avg": torch.zeros_like(parameter.data),
+                    "exp_avg_sq": torch.zeros_like(parameter.data),
+                }
+        self._set_in_groups(self._own)
+
+    @torch.no_grad()
+    def apply(self, lr: float, clip_grad: float, *, largest_norm: float = math.inf) -> StepOutcome:
+        """See Optimizer. Waits for the device once, for the norm that decides."""
+        self._megatron.prepare_grads()
+        norm = self.global_grad_norm()
+        skipped = not math.isfinite(norm) or norm > largest_norm
+        if not skipped:
+            if clip_grad and norm > clip_grad:
+                self._wrapped.scale_gradients(clip_grad / (norm + 1e-6))
+            self._set_in_groups({"lr": lr})
+            self._megatron.step_with_ready_grads()
+        self._megatron.zero_grad()
+        return StepOutcome(norm, skipped)
+
+    def global_grad_norm(self) -> float:
+        """L2 norm over all ranks, each of which has its part; shared parameters and replicas over TP count once."""
+        gradients = [gradient for part in self._parts for gradient in part.get_main_grads_for_grad_norm()]
+        total = torch.zeros((), dtype=torch.float64, device="cuda")
+        if gradients:
+            total += torch.nn.utils.get_total_norm(gradients, foreach=True).double().square()
+        group = parallel_state.get_intra_distributed_optimizer_instance_group()
+        torch.distributed.all_reduce(total, group=group)
+        return math.sqrt(float(total))
+
+    def sharded_state_dict(self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None) -> Any:
+        """Megatron's, as global tensors: a collective over data-parallel ranks."""
+        return self._megatron.sharded_state_dict(
+            model_sharded_state_dict, is_loading=is_loading, metadata={**(metadata or {}), **SHARDING}
+        )
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Restore fp32 parameters and moments; hyperparameters stay those of the options."""
+        self._megatron.load_state_dict(state_dict)
+        self._set_in_groups(self._own)
+
+    def reload_model_params(self) -> None:
+        """Take the model's parameters over into the fp32 copies: after they were changed from outside."""
+        self._megatron.reload_model_params()
+
+    def _set_in_groups(self, values: dict[str, Any]) -> None:
+        for part in self._parts:
+            for group in part.param_groups:
+                group.update(values)
