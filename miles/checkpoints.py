@@ -35,10 +35,11 @@ class KeepRule:
     every: int = 0
 
     def superseded(self, steps: list[int]) -> list[int]:
-        """Those of `steps` that go. Step 0 counts as any other: it is not kept for good."""
-        return [
-            step for step in sorted(steps)[: -max(1, self.newest)] if not (self.every and step and step % self.every == 0)
-        ]
+        """Those of `steps` that go; step 0 is not kept for good, and the newest always stays."""
+        return [step for step in sorted(steps)[: -max(1, self.newest)] if not self._for_good(step)]
+
+    def _for_good(self, step: int) -> bool:
+        return self.every > 0 and step > 0 and step % self.every == 0
 
 
 def saved_steps(folder: Path) -> list[int]:
@@ -126,7 +127,7 @@ class Checkpoints:
                 task_status.started()
 
         async with self._turn:
-            if not target.exists():
+            if not await anyio.Path(target).exists():
                 await anyio.to_thread.run_sync(remove_leftovers, self._folder)
                 try:
                     await trainer.save(target, on_copied)

@@ -29,7 +29,7 @@ class GatedTrainer:
         await self.gate.wait()
         if self._failure is not None:
             raise self._failure
-        folder.mkdir(parents=True)
+        await anyio.Path(folder).mkdir(parents=True)
         self.calls.append(f"written {folder.name}")
 
     def as_trainer(self) -> Trainer:
@@ -143,7 +143,7 @@ async def test_pruning_follows_the_numbers_and_spares_what_is_new(tmp_path: Path
 
 
 def test_what_is_half_removed_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails when a checkpoint is removed under its own name: killed in the middle, it would be taken for a whole one."""
+    """Fails when a checkpoint is removed under its own name: a process killed meanwhile would leave a torn one."""
     made(tmp_path, 1, 2)
     (tmp_path / "step-000001" / "weights").write_text("w")
     monkeypatch.setattr(shutil, "rmtree", lambda *_args, **_options: None)  # as if killed before the first file is gone
@@ -169,6 +169,6 @@ def test_a_step_without_a_checkpoint_is_named_with_those_that_have_one(tmp_path:
     with pytest.raises(ConfigError, match="holds no checkpoint"):
         checkpoint_folder(tmp_path / "absent")
     made(tmp_path, 50, 100)
-    with pytest.raises(ConfigError, match="no checkpoint of step 75 .*only of 50, 100"):
+    with pytest.raises(ConfigError, match=r"no checkpoint of step 75 .*only of 50, 100"):
         checkpoint_folder(tmp_path, 75)
     assert checkpoint_folder(tmp_path, 50) == tmp_path / "step-000050"
