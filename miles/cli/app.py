@@ -91,6 +91,19 @@ def check(config: ConfigArgument, overrides: OverridesArgument = None) -> int:
 
 
 @app.command()
+def export(
+    run_dir: RunDirArgument,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make; absent or empty.")],
+    step: Annotated[int | None, typer.Option(min=0, help="Checkpoint of this step; by default the newest.")] = None,
+) -> int:
+    """Write a checkpoint of a run as a Hugging Face model folder."""
+    from miles.cli.export import export_command
+
+    print(export_command(run_dir, out, step))
+    return EXIT_DONE
+
+
+@app.command()
 def plot(run_dir: RunDirArgument) -> int:
     """Draw curves.png into a run folder, at any time."""
     from miles.telemetry.plot import plot_run

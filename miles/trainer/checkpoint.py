@@ -1,27 +1,34 @@
-"""Checkpoints of a rank group in Megatron's distributed format: weights, optimizer, counters, RNG.
+"""What a checkpoint of a rank group holds, in Megatron's distributed format, and how it comes back.
 
-A folder is whole or absent: ranks write beside it, rank 0 renames. Saving over an older checkpoint replaces it;
-anything else that is in the way is refused. Which checkpoints to keep is the caller's business.
+Weights, the optimizer's moments and step, the counters that the schedule follows from, the reference's weights and
+every rank's random generators. Ranks of any parallel sizes load it, each its own part of the global tensors; only the
+random generators depend on the sizes (see random_state). CheckpointWriter puts it on disk.
 """
 
 from __future__ import annotations
 
-import random
-import shutil
+import pickle
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
+from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
 
-from controllers.errors import ConfigError
-from miles.trainer.cpu_compat import checkpoint_save_on_cpu
-from miles.trainer.folders import publish, refuse_occupied, temporary_beside
+from controllers.errors import CheckpointFailed, ConfigError
+from miles.trainer import random_state
 
 MARKER = "metadata.json"
+FORMAT = "miles.checkpoint.1"
+
+Reference = Mapping[str, Tensor]
+"""Parameter name -> a tensor of that parameter's shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,67 +40,98 @@ class Counters:
     skipped_steps: int = 0
 
 
-def save(folder: Path, model: Any, optimizer: Any, counters: Counters) -> None:
-    """Write a checkpoint; a collective over all ranks. Raises ConfigError when something else lies at `folder`."""
-    replaces = (folder / MARKER).is_file()
-    if not replaces:
-        refuse_occupied(folder)
-    rank = torch.distributed.get_rank()
-    names: list[Any] = [str(temporary_beside(folder))]
-    torch.distributed.broadcast_object_list(names, src=0)
-    temporary = Path(names[0])
-    if rank == 0:
-        temporary.mkdir(parents=True)
-    torch.distributed.barrier()
-    try:
-        state = _sharded_state(model, optimizer)
-        state["counters"] = asdict(counters)
-        state["rng"].data = _rng_state()
-        with checkpoint_save_on_cpu():
-            dist_checkpointing.save(state, str(temporary))
-        if rank == 0:
-            _put_in_place(temporary, folder, replaces)
-        torch.distributed.barrier()
-    finally:
-        if rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
+def state_to_save(model: Any, optimizer: Any, counters: Counters, reference: Reference | None = None) -> dict[str, Any]:
+    """The sharded state of this rank, over live tensors: hand it to CheckpointWriter.begin at once.
+
+    `model` is the GPTModel itself, without the wrapper that reduces gradients.
+    """
+    weights = model.sharded_state_dict()
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    state = {
+        "format": FORMAT,
+        "counters": asdict(counters),
+        "sizes": _sizes(),
+        "has_reference": reference is not None,
+        "model": weights,
+        "optimizer": optimizer.sharded_state_dict(weights, is_loading=False),
+        random_state.KEY: random_state.captured(rank, size),
+    }
+    if reference is not None:
+        state["reference"] = _sharded_reference(model, weights, reference)
+    return state
 
 
-def load(folder: Path, model: Any, optimizer: Any) -> Counters:
-    """Restore weights, optimizer and RNG in place and return the counters. Raises ConfigError without a checkpoint."""
-    if not (folder / MARKER).is_file():
-        raise ConfigError(f"{str(folder)!r} is not a checkpoint: it has no {MARKER}")
-    loaded = dist_checkpointing.load(_sharded_state(model, optimizer, is_loading=True), str(folder))
+def load(folder: Path, model: Any, optimizer: Any, reference: Reference | None = None) -> Counters:
+    """Restore everything in place and return the counters; a collective over all ranks.
+
+    Raises ConfigError for a folder that holds no checkpoint, or one without the weights of a reference asked for,
+    CheckpointFailed for one that cannot be read.
+    """
+    common = _common_state(folder)
+    if reference is not None and not common["has_reference"]:
+        raise ConfigError(f"{str(folder)!r} holds no reference weights: it was saved by a run without a reference")
+    weights = model.sharded_state_dict()
+    wanted = {"model": weights, "optimizer": optimizer.sharded_state_dict(weights, is_loading=True)}
+    if reference is not None:
+        wanted["reference"] = _sharded_reference(model, weights, reference)
+    loaded = _read(wanted, folder)
     model.load_state_dict(loaded["model"])
     optimizer.load_state_dict(loaded["optimizer"])
-    _restore_rng(loaded["rng"])
-    return Counters(**loaded["counters"])
+    for name, tensor in (reference or {}).items():
+        tensor.copy_(loaded["reference"][name])
+    _load_random_state(folder, common["sizes"])
+    return Counters(**common["counters"])
 
 
-def _sharded_state(model: Any, optimizer: Any, is_loading: bool = False) -> dict[str, Any]:
-    tensors = model.sharded_state_dict()
-    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+def load_weights(folder: Path, model: Any) -> None:
+    """Restore the weights alone, in place: the schedule begins anew. Raises what `load` raises."""
+    _common_state(folder)
+    model.load_state_dict(_read({"model": model.sharded_state_dict()}, folder)["model"])
+
+
+def _common_state(folder: Path) -> dict[str, Any]:
+    if not (folder / MARKER).is_file():
+        raise ConfigError(f"{str(folder)!r} is not a checkpoint: it has no {MARKER}")
+    common = _read({}, folder)
+    if common.get("format") != FORMAT:
+        raise ConfigError(f"{str(folder)!r} has the format {common.get('format')!r}; this version reads {FORMAT!r}")
+    return common
+
+
+def _read(wanted: dict[str, Any], folder: Path, *, whole: bool = True) -> dict[str, Any]:
+    """What lies in the checkpoint of a sharded state, and its common part; a collective. `whole`: ranks read it all."""
+    try:
+        if not wanted:
+            return dict(dist_checkpointing.load_common_state_dict(str(folder)))
+        return dict(dist_checkpointing.load(wanted, str(folder), validate_access_integrity=whole))
+    except (CheckpointingException, CheckpointException, OSError, EOFError, pickle.UnpicklingError) as error:
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise CheckpointFailed(f"{str(folder)!r} cannot be read: {reason}", folder=str(folder)) from error
+
+
+def _sharded_reference(model: Any, weights: Any, reference: Reference) -> dict[str, Any]:
+    """The reference cut as the model is: each tensor takes the place of its parameter in the model's sharded state."""
+    places = {id(part.data): part for part in nested_values(weights) if hasattr(part, "data")}
     return {
-        "model": tensors,
-        "optimizer": optimizer.sharded_state_dict(tensors, is_loading=is_loading),
-        "rng": ShardedObject("rng", None, (size,), (rank,), replica_id=0),
+        name: make_sharded_optimizer_tensor(places[id(parameter)], reference[name], prefix="reference")
+        for name, parameter in model.named_parameters()
     }
 
 
-def _put_in_place(temporary: Path, folder: Path, replaces: bool) -> None:
-    old = temporary_beside(folder)
-    if replaces:
-        folder.rename(old)
-    publish(temporary, folder)
-    if replaces:
-        shutil.rmtree(old)
+def _sizes() -> dict[str, int]:
+    return {
+        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
+        "context": parallel_state.get_context_parallel_world_size(),
+        "expert": parallel_state.get_expert_model_parallel_world_size(),
+        "data": parallel_state.get_data_parallel_world_size(),
+    }
 
 
-def _rng_state() -> dict[str, Any]:
-    return {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
-
-
-def _restore_rng(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
+def _load_random_state(folder: Path, saved: dict[str, int]) -> None:
+    own = saved == _sizes()
+    saved_ranks = saved["tensor"] * saved["pipeline"] * saved["context"] * saved["data"]
+    part = random_state.wanted(torch.distributed.get_rank() if own else 0, saved_ranks)
+    # Not with the rest: Megatron checks that ranks together read all of an object, and here it may be rank 0's only.
+    loaded = _read({random_state.KEY: part}, folder, whole=False)
+    random_state.restore(loaded[random_state.KEY], own=own)
