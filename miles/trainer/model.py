@@ -30,6 +30,7 @@ from miles.trainer.layout import ALONE
 from miles.trainer.modules import LocalRMSNorm, LocalRotary, ScaleOutput, ZeroCenteredRMSNorm
 from miles.trainer.moe import HostDispatcher, PortableTopKRouter
 from miles.trainer.parallel import Place
+from miles.trainer.self_attention import FusedSelfAttention
 
 CPU = torch.device("cpu")
 
@@ -119,7 +120,8 @@ def megatron_config(
         recompute_granularity="full" if recompute else None,
         recompute_method="uniform" if recompute else None,
         recompute_num_layers=1 if recompute else None,
-        bias_activation_fusion=False,
+        # The compiled SwiGLU; on CPU it would only wait for the compiler.
+        bias_activation_fusion=device.type == "cuda" and not arch.gemma,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
@@ -175,6 +177,7 @@ def _layer_spec(arch: Architecture) -> Any:
     layer = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=arch.qk_norm, normalization="RMSNorm")
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = _norm(arch)
+    parts.self_attention.module = FusedSelfAttention
     attention = parts.self_attention.submodules
     attention.core_attention = SdpaCoreAttention
     if arch.qk_norm:
