@@ -89,6 +89,25 @@ class VersionPublished(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class TrainerLost(Event):
+    """A trainer's rank died or hung, so its whole group, the `incarnation`th of the run, was given up after `step`."""
+
+    incarnation: int
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerRebuilt(Event):
+    """New ranks stand where the lost ones stood: at `step`, after `replayed` updates since the last checkpoint."""
+
+    incarnation: int
+    step: int
+    replayed: int
+    rebuild_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class StaleMessageDropped(EngineEvent):
     """A message named an incarnation that is not the engine's current one."""
 

@@ -7,6 +7,7 @@ import anyio
 import pytest
 
 from controllers.errors import ActorDied
+from miles.trainer.faults import FaultOptions
 from miles.trainer.megatron import MegatronTrainer
 from miles.trainer.options import TrainerOptions
 from miles.trainer.protocol import StepStats
@@ -25,7 +26,9 @@ class FakeRank:
         self.killed = False
         self._dies_in = dies_in
 
-    async def call(self, method: str, /, *args: Any, timeout_s: float | None = None) -> Any:
+    async def call(self, method: str, /, *args: Any, timeout_s: float | None = None, thread: str | None = None) -> Any:
+        if thread is not None:
+            await anyio.sleep_forever()
         self.calls.append((method, timeout_s))
         await self.gate.wait()
         if method == self._dies_in:
@@ -37,7 +40,8 @@ class FakeRank:
 
 
 def trainer_over(rank: FakeRank) -> MegatronTrainer:
-    return MegatronTrainer(OPTIONS, start=lambda *_args, **_options: rank)  # type: ignore[arg-type]
+    no_rebuild = FaultOptions(rebuilds=0)
+    return MegatronTrainer(OPTIONS, faults=no_rebuild, start=lambda *_args, **_options: rank)  # type: ignore[arg-type]
 
 
 async def test_starting_and_calling_have_their_own_deadlines() -> None:
@@ -46,19 +50,19 @@ async def test_starting_and_calling_have_their_own_deadlines() -> None:
         await trainer.step(random_batch(1))
         await trainer.load(Path("checkpoint"))
         assert trainer.steps_done == 12
-    assert rank.calls == [("open", 7.0), ("step", 3.0), ("load", 3.0)]
+    assert rank.calls == [("rendezvous", 7.0), ("open", 7.0), ("step", 3.0), ("load", 3.0)]
     assert rank.killed
 
 
 async def test_calls_reach_the_ranks_one_at_a_time() -> None:
-    """Fails without the lock in MegatronTrainer._all."""
+    """Fails without the lock in MegatronTrainer."""
     rank = FakeRank()
     async with trainer_over(rank) as trainer, anyio.create_task_group() as tasks:
         rank.gate = anyio.Event()
         tasks.start_soon(trainer.step, random_batch(1))
         tasks.start_soon(trainer.logprobs, [])
         await anyio.wait_all_tasks_blocked()
-        assert [method for method, _ in rank.calls] == ["open", "step"]
+        assert [method for method, _ in rank.calls] == ["rendezvous", "open", "step"]
         rank.gate.set()
 
 
