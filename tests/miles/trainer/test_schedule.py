@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from controllers.errors import ConfigError
-from miles.trainer.optimizer import learning_rate
 from miles.trainer.options import LR_SCHEDULES, TrainerOptions
+from miles.trainer.schedule import learning_rate
 
 
 def test_rate_climbs_then_falls_to_its_final_fraction_and_stays() -> None:
@@ -53,7 +53,6 @@ def test_rate_is_sane_for_short_runs(warmup: int, decay: int, schedule: str) -> 
         ({"micro_batch_tokens": 0}, "micro_batch_tokens"),
         ({"dtype": "bfloat16"}, "'bfloat16'"),
         ({"lr_schedule": "cosin"}, "lr_schedule must be one of linear, cosine, constant, not 'cosin'"),
-        ({"clip": (1.5, 0.2)}, "clip"),
     ],
 )
 def test_options_that_cannot_work_are_named(change: dict[str, Any], named: str) -> None:
