@@ -67,7 +67,7 @@ def _index(content: str) -> Callable[[Path], None]:
         (_write("config.json", "[]"), "has a config.json that does not hold a JSON object"),
         (_set(architectures=["MambaForCausalLM"]), "is of architecture 'MambaForCausalLM'; supported: Qwen3"),
         (_set(architectures=None), "is of architecture 'none'; supported: Qwen3ForCausalLM"),
-        (_set(rope_scaling={"rope_type": "llama3"}), "has a config.json with rope_type='llama3'; supported: 'default'"),
+        (_set(rope_scaling={"rope_type": "yarn"}), "has a config.json with rope_type='yarn'; supported: 'default', "),
         (_set(attention_bias=True), "has a config.json with attention_bias=True; supported: False"),
         (_set(vocab_size="260"), "has a config.json whose vocab_size is '260', not a positive integer"),
         (_set(max_position_embeddings=0), "has a config.json whose max_position_embeddings is 0, "),
@@ -88,6 +88,13 @@ def test_a_fault_is_named(folder: Path, change: Callable[[Path], None], problem:
         inspect_model_folder(folder)
     assert caught.value.message.startswith(f"model.path: {str(folder)!r} {problem}")
     assert "\n" not in caught.value.message
+
+
+def test_what_is_trained_but_not_served_is_refused_where_the_embedded_engine_serves(folder: Path) -> None:
+    _set(rope_scaling={"rope_type": "linear", "factor": 2.0})(folder)
+    assert inspect_model_folder(folder).architecture == "Qwen3ForCausalLM"
+    with pytest.raises(ConfigError, match="rope_type='linear'; the embedded engine serves: 'default'"):
+        inspect_model_folder(folder, embedded=True)
 
 
 def test_a_name_that_is_no_folder(tmp_path: Path) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,13 +53,27 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 128,
 }
 
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
 
 
-def write_model(folder: Path, kind: str = "qwen3", *, tied: bool = True, rope: str = "default", seed: int = 0) -> Path:
+def write_model(
+    folder: Path,
+    kind: str = "qwen3",
+    *,
+    tied: bool = True,
+    rope: str = "default",
+    seed: int = 0,
+    experts: Mapping[str, Any] = MappingProxyType({}),
+) -> Path:
     """Write a random model whose norms and biases are not trivial; returns `folder`.
 
     Kinds: qwen3, qwen2, llama, llama3 (llama with scaled positions), qwen3_moe (4 experts, 2 a token), gemma.
+    `experts` changes the config of the experts.
     """
     torch.manual_seed(seed)
     if kind == "llama3":
@@ -71,7 +86,7 @@ def write_model(folder: Path, kind: str = "qwen3", *, tied: bool = True, rope: s
     elif kind == "qwen2":
         model = Qwen2ForCausalLM(Qwen2Config(**shared))
     elif kind == "qwen3_moe":
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shared, **EXPERTS, head_dim=16))
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shared, **{**EXPERTS, **experts}, head_dim=16))
     elif kind == "gemma":
         # With a padding token, transformers leaves the embedding's gradient out where that token is an input.
         model = GemmaForCausalLM(GemmaConfig(**shared, head_dim=16, pad_token_id=None))
@@ -89,6 +104,26 @@ def reference(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
+
+
+def checkpoint_names(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Tensors of a transformers model under the names of its checkpoint: in memory it fuses all experts of a layer."""
+    result = {}
+    for name, tensor in named:
+        prefix, fused, part = name.rpartition(".experts.")
+        if not fused:
+            result[name] = tensor
+            continue
+        for expert, content in enumerate(tensor):
+            parts = ["down"] if part == "down_proj" else ["gate", "up"]
+            for which, rows in zip(parts, content.chunk(len(parts)), strict=True):
+                result[f"{prefix}.experts.{expert}.{which}_proj.weight"] = rows
+    return result
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    """A transformers model's gradients under the names of its checkpoint."""
+    return checkpoint_names((name, parameter.grad) for name, parameter in model.named_parameters())
 
 
 def learner(folder: Path, **options: Any) -> Learner:
