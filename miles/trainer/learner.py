@@ -1,7 +1,7 @@
 """One rank's model, optimizer and counters, and the steps on them. Runs in the rank's process (or in a test's).
 
-    batch -> advantages -> TokenSequences -> micro-batches -> forward, loss / tokens of the whole batch, backward
-          -> gradients summed over ranks -> clip -> AdamW
+    batch -> (reference logprobs) -> advantages, weights -> TokenSequences -> micro-batches, balanced over ranks
+          -> forward, weighted sum of the loss, backward -> gradients summed over ranks -> clip -> AdamW
 
 The supervised warm-up and reinforcement learning share one optimizer: Adam's moments go on when RL begins, and RL's
 own linear warm-up of the learning rate takes the place of a reset.
@@ -9,31 +9,40 @@ own linear warm-up of the learning rate takes the place of a reset.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from megatron.core import parallel_state
-from torch import Tensor
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from executors.trajectory import Batch
 from miles.algorithms.losses.supervised import supervised
 from miles.algorithms.objective import Objective
 from miles.algorithms.tokens import TokenLoss, TrainedTokens
-from miles.trainer import checkpoint, weights
+from miles.trainer import checkpoint, gradients, routing_replay, weights
+from miles.trainer.architecture import read_architecture
 from miles.trainer.checkpoint import Counters
-from miles.trainer.logprobs import entropies, scaled_logits, token_logprobs
-from miles.trainer.model import build_model, read_architecture
-from miles.trainer.optimizer import PortableFP32Optimizer, learning_rate, reduce_gradients, total_over_data_parallel
+from miles.trainer.checkpoint_writer import CheckpointWriter
+from miles.trainer.forward_backward import forward_backward
+from miles.trainer.heads import TokenLogprobs, TrainingHead
+from miles.trainer.model import build_model
+from miles.trainer.optimizer import make_optimizer
 from miles.trainer.options import TrainerOptions
-from miles.trainer.packing import MicroBatch, pack
+from miles.trainer.packing import pack
+from miles.trainer.parallel import Place
 from miles.trainer.protocol import Example, StepStats, TensorShard
-from miles.trainer.rl_batch import prepare
+from miles.trainer.reference_model import ReferenceModel
+from miles.trainer.rl_batch import prepare, prompts_and_responses
+from miles.trainer.schedule import learning_rate
+from miles.trainer.scoring import score
 from miles.trainer.sequences import TokenSequence
 from miles.trainer.shards import iter_shards
+from miles.trainer.throughput import Stopwatch, speed_metrics
 
-LossFunction = Callable[[MicroBatch, Tensor], TokenLoss]
+PromptAndResponse = tuple[Sequence[int], Sequence[int]]
 
 
 class Learner:
@@ -44,131 +53,195 @@ class Learner:
         self.options = options
         self.counters = Counters()
         self.arch = read_architecture(options.model_path)
-        self.tp_group = parallel_state.get_tensor_model_parallel_group()
-        self.model = build_model(self.arch, tensor_parallel=self.tp_group.size())
-        weights.load_hf(self.model, options.model_path, self.arch, self.tp_group.rank(), self.tp_group.size())
-        self.optimizer = PortableFP32Optimizer(self.model, options)
+        self.place = Place.of(torch.distributed.get_rank(), options.parallel)
+        self.device = torch.device("cpu")
+        if options.device == "cuda":
+            self.device = torch.device("cuda", torch.cuda.current_device())
+            model_parallel_cuda_manual_seed(options.seed)
+        self.model = build_model(
+            self.arch,
+            self.place,
+            device=self.device,
+            dtype=getattr(torch, options.dtype),
+            recompute=options.recompute,
+        )
+        routing_replay.attach(self.model, self.place)
+        weights.load_hf(dict(self.model.named_parameters()), options.model_path, self.arch, self.place)
+        self.wrapped = gradients.with_gradient_buffers(self.model, sharded_optimizer=options.device == "cuda")
+        self.optimizer = make_optimizer(self.wrapped, options)
+        self.reference: ReferenceModel | None = None
+        """The weights that a KL penalty is measured from: those after the warm-up. None until they are needed."""
+        self._checkpoint_writer = CheckpointWriter(options.call_timeout_s)
         self._objective = Objective(options.algorithm)
+        self._tp_group = parallel_state.get_tensor_model_parallel_group()
 
     def step(self, batch: Batch) -> StepStats:
-        """One RL step. Counts as a step also where it was skipped: no trained token, or a gradient not finite.
+        """One RL step. Counts as a step also where it changed nothing: see `_update`.
 
         Raises ValueError when `batch` is not for the next step.
         """
-        started = time.perf_counter()
+        watch = self._stopwatch()
         if batch.step != self.counters.steps + 1:
             raise ValueError(f"a batch for step {batch.step}, but the next step is {self.counters.steps + 1}")
-        prepared = prepare(batch, self.options.algorithm)
-        step = batch.step
-        lr = learning_rate(self.options, step)
-
-        def loss(micro: MicroBatch, logprobs: Tensor) -> TokenLoss:
-            return self._objective(_tokens(micro, logprobs))
-
-        metrics, skipped = self._update(prepared.sequences, loss, lr, sampled=True)
-        self.counters = Counters(step, self.counters.warmup_steps, self.counters.skipped_steps + skipped)
-        metrics |= prepared.metrics
-        metrics["skipped_steps"] = float(self.counters.skipped_steps)
-        metrics["train_s"] = time.perf_counter() - started
-        return StepStats(step, metrics)
+        algorithm = self.options.algorithm
+        reference = None
+        if algorithm.kl_in_reward:
+            with watch.phase("reference"):
+                reference = self._reference_logprobs(prompts_and_responses(batch))
+        with watch.phase("advantage"):
+            prepared = prepare(batch, algorithm, reference)
+        sequences = prepared.sequences
+        if self._objective.needs_reference:
+            with watch.phase("reference"):
+                sequences = self._with_reference(sequences)
+        head = TrainingHead(
+            self._token_logprobs(self.options.temperature),
+            self._objective,
+            sampled=True,
+            entropy_gradient=self._objective.needs_entropy,
+        )
+        lr = learning_rate(self.options, batch.step)
+        metrics = self._update(sequences, head, lr, watch)
+        self.counters = replace(self.counters, steps=batch.step)
+        return StepStats(batch.step, prepared.metrics | metrics | watch.metrics())
 
     def warmup_step(self, examples: Sequence[Example], lr: float) -> StepStats:
-        """One supervised step. Its number counts warm-up steps."""
-        started = time.perf_counter()
-        sequences = [TokenSequence(e.prompt_ids, e.completion_ids) for e in examples if e.completion_ids]
-        metrics, skipped = self._update(sequences, _imitate, lr, sampled=False)
-        done = self.counters.warmup_steps + 1
-        self.counters = Counters(self.counters.steps, done, self.counters.skipped_steps + skipped)
-        metrics["skipped_steps"] = float(self.counters.skipped_steps)
-        metrics["train_s"] = time.perf_counter() - started
-        return StepStats(done, metrics)
+        """One supervised step. Its number counts warm-up steps. The reference is then the model after it."""
+        watch = self._stopwatch()
+        used = [example for example in examples if example.completion_ids]
+        tokens = sum(len(example.completion_ids) for example in used)
+        sequences = [TokenSequence(one.prompt_ids, one.completion_ids, weight=1.0 / tokens) for one in used]
+        # Nobody sampled these tokens: they are learned at temperature 1, whatever that of the rollouts.
+        head = TrainingHead(self._token_logprobs(1.0), _imitate, sampled=False, entropy_gradient=False)
+        metrics = self._update(sequences, head, lr, watch)
+        self.reference = None
+        self.counters = replace(self.counters, warmup_steps=self.counters.warmup_steps + 1)
+        return StepStats(self.counters.warmup_steps, metrics | watch.metrics())
 
-    @torch.no_grad()
-    def logprobs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
-        """Logprob of each response token, temperature applied; [] for an empty response."""
+    def logprobs(self, sequences: Sequence[PromptAndResponse]) -> list[list[float]]:
+        """Logprob of each response token, temperature applied; [] for an empty response. The same on every rank."""
         filled = [index for index, (_, response) in enumerate(sequences) if response]
-        packable = [TokenSequence(*sequences[index]) for index in filled]
+        values = self._score([TokenSequence(*sequences[index]) for index in filled])
         result: list[list[float]] = [[] for _ in sequences]
-        for micro in pack(packable, self.options.micro_batch_tokens):
-            values = token_logprobs(self._scaled_logits(micro, self.options.temperature), micro.targets).tolist()
-            start = 0
-            for index in micro.indices:
-                end = start + len(packable[index].response_ids)
-                result[filled[index]] = values[start:end]
-                start = end
+        for index, value in zip(filled, values, strict=True):
+            result[index] = value
         return result
 
     def shards(self) -> Iterator[TensorShard]:
         """Live views of this rank's parameters as boxes of the Hugging Face tensors."""
-        parameters = dict(self.model.named_parameters())
-        return iter_shards(parameters, self.arch, self.tp_group.rank(), self.tp_group.size())
+        return iter_shards(dict(self.model.named_parameters()), self.arch, self.place)
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint; collective over all ranks."""
-        checkpoint.save(folder, self.model, self.optimizer, self.counters)
+        self.begin_save(folder)
+        self.finish_save()
+
+    def begin_save(self, folder: Path) -> None:
+        """Copy everything that a checkpoint holds; a thread writes it while training goes on. A collective."""
+        reference = self._made_reference().weights if self._uses_reference else None
+        state = checkpoint.state_to_save(self.model, self.optimizer, self.counters, reference)
+        self._checkpoint_writer.begin(folder, state)
+
+    def finish_save(self) -> None:
+        """Return once the checkpoint begun last is in its place. Callable from another thread than all else."""
+        self._checkpoint_writer.wait()
 
     def load(self, folder: Path) -> None:
         """Restore a checkpoint in place: views handed out by `shards` stay valid."""
-        self.counters = checkpoint.load(folder, self.model, self.optimizer)
+        self.finish_save()
+        reference = self._made_reference().weights if self._uses_reference else None
+        self.counters = checkpoint.load(folder, self.model, self.optimizer, reference)
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face folder from rank 0; collective over all ranks."""
-        tensors = weights.gather(self.model, self.arch, self.tp_group)
-        if torch.distributed.get_rank() == 0:
-            weights.export_hf(tensors, self.options.model_path, folder)
-        torch.distributed.barrier()
-
-    def _scaled_logits(self, micro: MicroBatch, temperature: float) -> Tensor:
-        """fp32 logits / temperature for the response tokens of a micro-batch, [n, vocab / tp]."""
-        logits = self.model(micro.input_ids, micro.position_ids, None, packed_seq_params=micro.packed)[0]
-        return scaled_logits(
-            logits.index_select(0, micro.rows), self.arch.vocab, temperature, self.tp_group.rank()
-        )
+        parameters = dict(self.model.named_parameters())
+        weights.export_hf(parameters, self.arch, self.options.model_path, folder, self.place)
 
     def _update(
-        self, sequences: Sequence[TokenSequence], loss: LossFunction, lr: float, *, sampled: bool
-    ) -> tuple[dict[str, float], bool]:
-        """Forward, backward and optimizer step over all ranks. Returns token-mean metrics, and whether it skipped.
+        self, sequences: Sequence[TokenSequence], head: TrainingHead, lr: float, watch: Stopwatch
+    ) -> dict[str, float]:
+        """Forward, backward and optimizer step over all ranks; the metrics, means over trained tokens.
 
-        `sampled` is for sampled tokens: logits at the temperature they were sampled at, compared with the engine's
-        logprobs. Supervised tokens were sampled by nobody, so theirs are at temperature 1.
+        Changes nothing, and says `skipped`, without trained tokens, where the loss or the gradient is not finite, or
+        where the gradient's norm is above `skip_grad_norm`.
         """
-        temperature = self.options.temperature if sampled else 1.0
-        tokens = sum(len(sequence.response_ids) for sequence in sequences)
-        metrics = {"tokens": float(tokens), "lr": lr}
-        if not tokens:
-            return metrics | {"loss": 0.0, "grad_norm": 0.0}, True
-        data_rank = parallel_state.get_data_parallel_rank()
-        data_size = parallel_state.get_data_parallel_world_size()
-        self.optimizer.zero_grad()
-        sums: dict[str, Tensor] = {}
-        largest = torch.zeros(())
-        for micro in pack(sequences[data_rank::data_size], self.options.micro_batch_tokens):
-            scaled = self._scaled_logits(micro, temperature)
-            logprobs = token_logprobs(scaled, micro.targets)
-            result = loss(micro, logprobs)
-            # Divided by the tokens of the whole batch, over all micro-batches and ranks: the token mean is exact.
-            torch.autograd.backward(result.values.sum() / tokens)
-            values = {"loss": result.values.detach(), "entropy": entropies(scaled.detach(), self.tp_group)}
-            if sampled:
-                difference = micro.behaviour - logprobs.detach()
-                values |= {"kl_behaviour": difference, "logprob_diff_mean": difference.abs()}
-                largest = torch.maximum(largest, difference.abs().amax())
-            for name, value in (values | result.metrics).items():
-                sums[name] = sums.get(name, torch.zeros(())) + value.sum()
-        reduce_gradients(self.model)
-        outcome = self.optimizer.apply(lr, self.options.clip_grad)
-        if sums:
-            totals = total_over_data_parallel(torch.stack(list(sums.values()))) / tokens
-            metrics |= dict(zip(sums, totals.tolist(), strict=True))
-        if sampled:
-            metrics["logprob_diff_max"] = float(largest)
-        return metrics | {"grad_norm": outcome.grad_norm}, outcome.skipped
+        options = self.options
+        trained = sum(sequence.trained for sequence in sequences)
+        metrics = {"tokens": float(sum(len(sequence.response_ids) for sequence in sequences)), "lr": lr}
+        metrics |= {"tokens_trained": float(trained), "loss": 0.0, "grad_norm": 0.0}
+        skipped = not trained
+        if trained:
+            with watch.phase("forward_backward"):
+                gradients.clear(self.wrapped)
+                micros = pack(sequences, options.micro_batch_tokens, self.place, self.device)
+                forward_backward(self.wrapped, micros, head)
+                gradients.finalize(self.wrapped)
+                sums, maxima = head.tally.totals(self.place)
+            with watch.phase("optimizer"):
+                largest = math.inf if options.skip_grad_norm is None else options.skip_grad_norm
+                # All ranks have the same sum, so they agree.
+                usable = math.isfinite(sums["loss"])
+                outcome = self.optimizer.apply(lr, options.clip_grad, largest_norm=largest if usable else -math.inf)
+            skipped = outcome.skipped
+            metrics |= _token_means(sums, trained) | maxima | {"grad_norm": outcome.grad_norm}
+            metrics |= self._speed(sequences, watch)
+        self.counters = replace(self.counters, skipped_steps=self.counters.skipped_steps + skipped)
+        return metrics | {"skipped": float(skipped), "skipped_steps": float(self.counters.skipped_steps)}
+
+    def _score(self, sequences: Sequence[TokenSequence]) -> list[list[float]]:
+        """Logprobs of all trained tokens, by sequence; the same on every rank. A collective."""
+        micros = pack(sequences, self.options.micro_batch_tokens, self.place, self.device)
+        logprobs = self._token_logprobs(self.options.temperature)
+        return score(self.wrapped, sequences, micros, logprobs)
+
+    def _token_logprobs(self, temperature: float) -> TokenLogprobs:
+        return TokenLogprobs(self.arch.vocab, temperature, self._tp_group)
+
+    @property
+    def _uses_reference(self) -> bool:
+        return self._objective.needs_reference or self.options.algorithm.kl_in_reward
+
+    def _made_reference(self) -> ReferenceModel:
+        if self.reference is None:
+            self.reference = ReferenceModel(self.model)
+        return self.reference
+
+    def _reference_logprobs(self, sequences: Sequence[PromptAndResponse]) -> list[list[float]]:
+        with self._made_reference().in_place(self.model):
+            return self.logprobs(sequences)
+
+    def _with_reference(self, sequences: Sequence[TokenSequence]) -> tuple[TokenSequence, ...]:
+        """The sequences with the reference's logprobs of all their tokens, within the same kept sets and experts."""
+        whole = [replace(sequence, mask=None) for sequence in sequences]
+        with self._made_reference().in_place(self.model):
+            values = self._score(whole)
+        return tuple(replace(one, reference=value) for one, value in zip(sequences, values, strict=True))
+
+    def _speed(self, sequences: Sequence[TokenSequence], watch: Stopwatch) -> dict[str, float]:
+        seconds = watch.seconds("forward_backward") + watch.seconds("optimizer")
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
+        return speed_metrics(self.arch, sequences, seconds, self.place.sizes.world_size, name)
+
+    def _stopwatch(self) -> Stopwatch:
+        return Stopwatch(torch.cuda.synchronize if self.device.type == "cuda" else _idle)
 
 
-def _tokens(micro: MicroBatch, logprobs: Tensor) -> TrainedTokens:
-    return TrainedTokens(logprobs, micro.behaviour, micro.advantages, micro.sequence, len(micro.indices))
+def _token_means(sums: dict[str, float], tokens: int) -> dict[str, float]:
+    """Means over all trained tokens; those of one staleness over the tokens of that staleness. The loss is a sum."""
+    means = {}
+    for name, value in sums.items():
+        if name == "loss":
+            means[name] = value
+        elif name.startswith("logprob_diff_stale_"):
+            means[name] = value / sums[name.replace("logprob_diff", "tokens")]
+        elif not name.startswith("tokens_stale_"):
+            means[name] = value / tokens
+    return means
 
 
-def _imitate(micro: MicroBatch, logprobs: Tensor) -> TokenLoss:
-    return supervised(_tokens(micro, logprobs), micro.behaviour)
+def _imitate(tokens: TrainedTokens) -> TokenLoss:
+    return supervised(tokens, tokens.behaviour)
+
+
+def _idle() -> None:
+    """A CPU has done its work when a call returns."""

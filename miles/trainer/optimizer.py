@@ -1,38 +1,24 @@
-"""AdamW behind Megatron's optimizer interface, free of its CUDA-only parts; gradient sums over ranks; the schedule.
+"""The optimizer seam and its CPU side: AdamW behind Megatron's interface, free of its CUDA-only parts.
 
-A step whose gradient is not finite changes nothing: neither parameters nor Adam's moments.
+A step whose loss or gradient is not finite, or whose gradient is larger than allowed, changes nothing: neither
+parameters nor Adam's moments.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.optimizer import FP32Optimizer, MegatronOptimizer
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
 from miles.trainer.options import TrainerOptions
-
-
-def learning_rate(options: TrainerOptions, step: int) -> float:
-    """The rate of RL step `step`, counted from 1: linear climb, then a fall to a fraction of the peak, then flat.
-
-    The fall is linear, half a cosine (Loshchilov & Hutter 2017, one cycle), or none at all (`constant`).
-    A pure function of the step number, so that a resumed run cannot advance its schedule twice.
-    """
-    warmup, end = options.lr_warmup_steps, options.lr_decay_steps
-    if step <= warmup:
-        return options.lr * step / warmup
-    if options.lr_schedule == "constant":
-        return options.lr
-    progress = min(1.0, (step - warmup) / (end - warmup)) if end > warmup else 1.0
-    if options.lr_schedule == "cosine":
-        progress = (1.0 - math.cos(math.pi * progress)) / 2
-    return options.lr * (1.0 - progress * (1.0 - options.lr_final_fraction))
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +27,31 @@ class StepOutcome:
 
     grad_norm: float
     skipped: bool
+
+
+class Optimizer(Protocol):
+    """What the learner needs of an optimizer; checkpoints need its sharded state too."""
+
+    def apply(self, lr: float, clip_grad: float, *, largest_norm: float = math.inf) -> StepOutcome:
+        """One step on the finalized gradients at rate `lr`, with gradients clipped to the norm `clip_grad` (0: not).
+
+        Changes nothing where the gradient norm is not finite or above `largest_norm`; all ranks decide alike.
+        """
+
+    def sharded_state_dict(self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None) -> Any:
+        """Its state cut as the model's is."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Restore what `sharded_state_dict` describes."""
+
+
+def make_optimizer(wrapped: Any, options: TrainerOptions) -> Optimizer:
+    """The optimizer of a model wrapped by `gradients.with_gradient_buffers`."""
+    if options.device == "cuda":
+        from miles.trainer.distributed_optimizer import DistributedAdamW
+
+        return DistributedAdamW(wrapped, options)
+    return PortableFP32Optimizer(wrapped.module, options)
 
 
 class PortableFP32Optimizer(FP32Optimizer):  # type: ignore[misc]
@@ -71,6 +82,7 @@ class PortableFP32Optimizer(FP32Optimizer):  # type: ignore[misc]
         self.is_stub_optimizer = False
         self.grad_stats_parallel_group = parallel_state.get_model_parallel_group()
         self.tp_group = parallel_state.get_tensor_model_parallel_group()
+        self._experts = model.config.num_moe_experts is not None
         # Moments exist from the start, so that a checkpoint written before the first step has the same tensors.
         for parameter in parameters:
             adamw.state[parameter] = {
@@ -80,53 +92,53 @@ class PortableFP32Optimizer(FP32Optimizer):  # type: ignore[misc]
             }
 
     @torch.no_grad()
-    def apply(self, lr: float, clip_grad: float) -> StepOutcome:
-        """One step at rate `lr`, gradients clipped to `clip_grad` (0: not); they are cleared on the way out."""
+    def apply(self, lr: float, clip_grad: float, *, largest_norm: float = math.inf) -> StepOutcome:
+        """See Optimizer."""
+        self.prepare_grads()
         norm = self.global_grad_norm()
-        skipped = not math.isfinite(norm)
+        skipped = not math.isfinite(norm) or norm > largest_norm
         if not skipped:
             if clip_grad and norm > clip_grad:
                 torch._foreach_mul_([p.grad for p in self.get_parameters()], clip_grad / (norm + 1e-6))
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
+        # The gradients are the wrapped model's buffers: left in place, the next backward pass would add to them twice.
         self.zero_grad()
         return StepOutcome(norm, skipped)
 
     def global_grad_norm(self) -> float:
         """L2 norm over all ranks; shared parameters and replicas over TP count once."""
-        gradients = self.get_main_grads_for_grad_norm()
-        total = torch.zeros((), dtype=torch.float64)
-        for gradient in gradients:
-            total += gradient.double().square().sum()
-        torch.distributed.all_reduce(total, group=self.get_grad_stats_parallel_group())
-        return float(total.sqrt())
+        dense = torch.zeros((), dtype=torch.float64)
+        experts = torch.zeros((), dtype=torch.float64)
+        for parameter in self.get_parameters():
+            if _counts_in_norm(parameter, self.tp_group):
+                square = parameter.grad.double().square().sum()
+                if getattr(parameter, "allreduce", True):
+                    dense += square
+                else:
+                    experts += square
+        torch.distributed.all_reduce(dense, group=self.get_grad_stats_parallel_group())
+        if self._experts:
+            group = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
+            torch.distributed.all_reduce(experts, group=group)
+        return float((dense + experts).sqrt())
 
     def sharded_state_dict(self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None) -> Any:
-        """Megatron's, with the shared step also where it is 0 (upstream leaves it out, and loading then fails)."""
+        """Megatron's, with the shared step also where it is 0 (upstream leaves it out, and loading then fails).
+
+        Without the parameter groups: what they hold follows from the options, and their number from the parallel sizes.
+        """
         state = super().sharded_state_dict(model_sharded_state_dict, is_loading, metadata)
         state["state"].setdefault("common_step", self._extract_common_per_param_step(self.state_dict()))
+        del state["param_groups"]
         return state
 
-
-@torch.no_grad()
-def reduce_gradients(model: Any) -> None:
-    """Sum gradients over data-parallel ranks, and those of replicated norms over TP ranks. Missing ones become 0."""
-    data = parallel_state.get_data_parallel_group()
-    tensor = parallel_state.get_tensor_model_parallel_group()
-    for name, parameter in model.named_parameters():
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        if data.size() > 1:
-            torch.distributed.all_reduce(parameter.grad, group=data)
-        # Each TP rank sees the q/k norms through its own heads only: their gradients are partial sums.
-        if tensor.size() > 1 and ("q_layernorm" in name or "k_layernorm" in name):
-            torch.distributed.all_reduce(parameter.grad, group=tensor)
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Restore what `sharded_state_dict` describes; the parameter groups stay as they are."""
+        super().load_state_dict({**state_dict, "param_groups": self.state_dict()["param_groups"]})
 
 
-def total_over_data_parallel(sums: Tensor) -> Tensor:
-    """Sum of a tensor over data-parallel ranks, in place."""
-    group = parallel_state.get_data_parallel_group()
-    if group.size() > 1:
-        torch.distributed.all_reduce(sums, group=group)
-    return sums
+def _counts_in_norm(parameter: Tensor, tp_group: Any) -> bool:
+    """Whether this rank's copy of a parameter is the one that counts, of a tied pair and among TP replicas."""
+    return bool(param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter, tp_group))

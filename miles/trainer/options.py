@@ -36,6 +36,8 @@ class TrainerOptions:
     weight_decay: float = 0.0
     clip_grad: float = 1.0
     """Largest global gradient norm; 0 means no clipping."""
+    skip_grad_norm: float | None = None
+    """A step whose gradient norm, before clipping, is above this changes nothing; None skips no finite one."""
     micro_batch_tokens: int = 8192
     """Token budget of one packed micro-batch; a longer sequence gets a micro-batch of its own."""
     temperature: float = 1.0
@@ -70,6 +72,10 @@ class TrainerOptions:
             value = getattr(self, key)
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"trainer {key} must be 0 or more, not {value!r}", key=key)
+        if self.skip_grad_norm is not None and not self.skip_grad_norm > 0:
+            raise ConfigError(
+                f"trainer skip_grad_norm must be above 0, not {self.skip_grad_norm!r}", key="skip_grad_norm"
+            )
         if self.lr_schedule not in LR_SCHEDULES:
             known = ", ".join(LR_SCHEDULES)
             raise ConfigError(

@@ -32,11 +32,13 @@ class TokenSequence:
     """The tokens each response token was drawn from: its logprob is taken within them. None: all of them."""
     routing: Routing | None = None
     """The experts each input token is routed to; None leaves it to the router."""
+    reference: Sequence[float] | None = None
+    """The reference model's logprob of each response token, where it was computed: for all of a batch, or for none."""
 
     def __post_init__(self) -> None:
         if not self.prompt_ids or not self.response_ids:
             raise ValueError("a sequence to train on needs a prompt and a response of at least one token each")
-        for name in ("behaviour", "advantages", "mask", "staleness", "kept"):
+        for name in ("behaviour", "advantages", "mask", "staleness", "reference", "kept"):
             values = getattr(self, name)
             if values is not None and len(values) != len(self.response_ids):
                 raise ValueError(f"{len(self.response_ids)} response tokens but {len(values)} entries in {name}")

@@ -1,47 +1,47 @@
-"""Logprobs from logits: padding columns, temperature, gradient, entropy."""
+"""Logprobs and entropy from hidden states: padding columns, temperature, gradient."""
 
 import pytest
 import torch
 from megatron.core import parallel_state
+from torch import Tensor
 
-from miles.trainer.logprobs import entropies, scaled_logits, token_logprobs
+from miles.trainer.fused_logprobs import linear_logprobs
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
 
-def test_padding_columns_do_not_enter_the_softmax() -> None:
-    """Fails without the mask in scaled_logits."""
-    logits = torch.randn(5, 12)
-    targets = torch.randint(0, 10, (5,))
-    padded = token_logprobs(scaled_logits(logits, 10, 1.0), targets)
-    wanted = logits[:, :10].log_softmax(-1).gather(1, targets[:, None])[:, 0]
-    assert torch.allclose(padded, wanted, atol=1e-6)
+def drawn(rows: int = 12) -> tuple[Tensor, Tensor, Tensor]:
+    """hidden [5, 8], weight [rows, 8], targets [5] below 10."""
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(5, 8, generator=generator)
+    weight = torch.randn(rows, 8, generator=generator)
+    return hidden.requires_grad_(), weight.requires_grad_(), torch.randint(0, 10, (5,), generator=generator)
 
 
-def test_the_last_of_two_ranks_masks_its_own_padding() -> None:
-    right = scaled_logits(torch.zeros(1, 6), 10, 1.0, rank=1)
-    assert (right[0] == 0).tolist() == [True, True, True, True, False, False]
+def plain(hidden: Tensor, weight: Tensor, targets: Tensor, vocab: int, temperature: float) -> tuple[Tensor, Tensor]:
+    logprobs = (hidden @ weight[:vocab].t() / temperature).log_softmax(-1)
+    return logprobs.gather(1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
 
 
-def test_gradient_is_that_of_log_softmax() -> None:
-    """Fails without the private copy in token_logprobs: upstream overwrites its input."""
-    logits = torch.randn(5, 12, requires_grad=True)
-    targets = torch.randint(0, 12, (5,))
-    scaled = scaled_logits(logits, 12, 0.7)
-    kept = scaled.detach().clone()
-    torch.autograd.backward((token_logprobs(scaled, targets) * torch.arange(5)).sum())
-    assert torch.equal(scaled.detach(), kept)
-    plain = logits.detach().clone().requires_grad_()
-    torch.autograd.backward(
-        ((plain / 0.7).log_softmax(-1).gather(1, targets[:, None])[:, 0] * torch.arange(5)).sum()
-    )
-    assert logits.grad is not None and plain.grad is not None
-    assert torch.allclose(logits.grad, plain.grad, atol=1e-6)
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3])
+def test_logprobs_entropies_and_gradients_are_those_of_log_softmax(temperature: float) -> None:
+    """Vocabulary 10 in 12 rows: fails when padding columns enter the softmax, and without the temperature."""
+    hidden, weight, targets = drawn()
+    group = parallel_state.get_tensor_model_parallel_group()
+    ours = linear_logprobs(hidden, weight, targets, vocab=10, temperature=temperature, tp_group=group)
+    theirs = plain(hidden, weight, targets, 10, temperature)
+    scale = torch.arange(5.0)
+    for mine, wanted in zip(ours, theirs, strict=True):
+        assert torch.allclose(mine, wanted, atol=1e-5)
+    own = torch.autograd.grad((ours[0] * scale + ours[1] * (scale - 2)).sum(), [hidden, weight])
+    other = torch.autograd.grad((theirs[0] * scale + theirs[1] * (scale - 2)).sum(), [hidden, weight])
+    for a, b in zip(own, other, strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
 
 
-def test_entropy_ignores_padding() -> None:
-    logits = torch.randn(4, 9)
-    got = entropies(scaled_logits(logits, 7, 1.0), parallel_state.get_tensor_model_parallel_group())
-    logprobs = logits[:, :7].log_softmax(-1)
-    wanted = -(logprobs.exp() * logprobs).sum(-1)
-    assert torch.allclose(got, wanted, atol=1e-5)
+def test_padding_columns_would_be_seen() -> None:
+    """Control: the same numbers over all 12 columns are others."""
+    hidden, weight, targets = drawn()
+    ours, _ = linear_logprobs(hidden, weight, targets, vocab=10)
+    wrong, _ = plain(hidden, weight, targets, 12, 1.0)
+    assert float((ours - wrong).detach().abs().max()) > 1e-3
