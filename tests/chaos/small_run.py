@@ -43,6 +43,11 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
 
 
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """`metrics.jsonl`."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
 def assert_account_adds_up(summary: dict[str, Any]) -> None:
     """Invariant 7: every dispatched group is in exactly one place."""
     groups = dict(summary["groups"])
