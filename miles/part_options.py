@@ -141,6 +141,8 @@ def rollout_options(config: RunConfig, model: ModelInfo, tokenizer: Tokenizer) -
             top_p=rollout.top_p,
             top_k=rollout.top_k,
             stop_token_ids=tokenizer.eos_ids,
+            return_sampling_mask=rollout.sampling_mask,
+            return_routed_experts=rollout.routing_replay,
         ),
         max_context=model.context_length,
         max_staleness=rollout.max_staleness,

@@ -119,6 +119,16 @@ class RolloutConfig(Section):
     top_k: int = -1
     """Sample among the k likeliest tokens; -1 is off."""
 
+    sampling_mask: bool = False
+    """Take logprobs on both sides within the tokens that `top_p` and `top_k` kept, as the engine tells them.
+
+    Without it both are over the whole vocabulary: not what a truncated sampler drew from. SGLang wants a `top_k`."""
+
+    routing_replay: bool = False
+    """Send each token to the experts that the engine chose (R3); for engines that tell them, so not `embedded` ones.
+
+    SGLang tells them when started with `engines.args: {enable_return_routed_experts: true}`."""
+
     max_staleness: Count = 1
     """Optimizer steps that may lie between the weights that sampled a token and the step that trains it."""
 

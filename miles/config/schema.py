@@ -159,6 +159,10 @@ def _cross_check(config: RunConfig) -> Iterator[KeyProblem]:
         yield KeyProblem(
             "rollout.group_size", f"advantage {config.algorithm.advantage!r} compares samples, so at least 2 a group", 1
         )
+    if rollout.sampling_mask and rollout.top_p == 1.0 and rollout.top_k == -1:
+        yield KeyProblem("rollout.sampling_mask", "without rollout.top_p or rollout.top_k every token is kept", True)
+    if rollout.routing_replay and engines.kind == "embedded":
+        yield KeyProblem("rollout.routing_replay", "the embedded engine tells no experts", True)
     if config.trainer.dtype == "bfloat16" and config.trainer.device == "cpu":
         yield KeyProblem("trainer.dtype", "needs trainer.device: cuda", config.trainer.dtype)
     if config.trainer.backend_options and config.trainer.backend == "megatron":

@@ -22,7 +22,7 @@ from executors.trajectory import Batch
 from miles.algorithms.losses.supervised import supervised
 from miles.algorithms.objective import Objective
 from miles.algorithms.tokens import TokenLoss, TrainedTokens
-from miles.trainer import checkpoint, gradients, routing_replay, weights
+from miles.trainer import checkpoint, gradients, weights
 from miles.trainer.architecture import read_architecture
 from miles.trainer.checkpoint import Counters
 from miles.trainer.checkpoint_writer import CheckpointWriter
@@ -35,7 +35,7 @@ from miles.trainer.packing import pack
 from miles.trainer.parallel import Place
 from miles.trainer.protocol import Example, StepStats, TensorShard
 from miles.trainer.reference_model import ReferenceModel
-from miles.trainer.rl_batch import prepare, prompts_and_responses
+from miles.trainer.rl_batch import prepare, sampled_sequences
 from miles.trainer.schedule import learning_rate
 from miles.trainer.scoring import score
 from miles.trainer.sequences import TokenSequence
@@ -65,7 +65,6 @@ class Learner:
             dtype=getattr(torch, options.dtype),
             recompute=options.recompute,
         )
-        routing_replay.attach(self.model, self.place)
         weights.load_hf(dict(self.model.named_parameters()), options.model_path, self.arch, self.place)
         self.wrapped = gradients.with_gradient_buffers(self.model, sharded_optimizer=options.device == "cuda")
         self.optimizer = make_optimizer(self.wrapped, options)
@@ -87,7 +86,7 @@ class Learner:
         reference = None
         if algorithm.kl_in_reward:
             with watch.phase("reference"):
-                reference = self._reference_logprobs(prompts_and_responses(batch))
+                reference = self._reference_logprobs(sampled_sequences(batch))
         with watch.phase("advantage"):
             prepared = prepare(batch, algorithm, reference)
         sequences = prepared.sequences
@@ -120,12 +119,8 @@ class Learner:
 
     def logprobs(self, sequences: Sequence[PromptAndResponse]) -> list[list[float]]:
         """Logprob of each response token, temperature applied; [] for an empty response. The same on every rank."""
-        filled = [index for index, (_, response) in enumerate(sequences) if response]
-        values = self._score([TokenSequence(*sequences[index]) for index in filled])
-        result: list[list[float]] = [[] for _ in sequences]
-        for index, value in zip(filled, values, strict=True):
-            result[index] = value
-        return result
+        made = [TokenSequence(prompt, response) if response else None for prompt, response in sequences]
+        return self._score_filled(made)
 
     def shards(self) -> Iterator[TensorShard]:
         """Live views of this rank's parameters as boxes of the Hugging Face tensors."""
@@ -206,9 +201,14 @@ class Learner:
             self.reference = ReferenceModel(self.model)
         return self.reference
 
-    def _reference_logprobs(self, sequences: Sequence[PromptAndResponse]) -> list[list[float]]:
+    def _score_filled(self, sequences: Sequence[TokenSequence | None]) -> list[list[float]]:
+        """The same of all response tokens; [] for None."""
+        values = iter(self._score([sequence for sequence in sequences if sequence is not None]))
+        return [[] if sequence is None else next(values) for sequence in sequences]
+
+    def _reference_logprobs(self, sequences: Sequence[TokenSequence | None]) -> list[list[float]]:
         with self._made_reference().in_place(self.model):
-            return self.logprobs(sequences)
+            return self._score_filled(sequences)
 
     def _with_reference(self, sequences: Sequence[TokenSequence]) -> tuple[TokenSequence, ...]:
         """The sequences with the reference's logprobs of all their tokens, within the same kept sets and experts."""

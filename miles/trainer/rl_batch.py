@@ -28,7 +28,7 @@ class RlBatch:
 
     sequences: tuple[TokenSequence, ...]
     trajectories: tuple[int, ...]
-    """For each sequence its place among all trajectories of the batch, in the order of `prompts_and_responses`."""
+    """For each sequence its place among all trajectories of the batch, in the order of `sampled_sequences`."""
     metrics: dict[str, float]
     """See `miles.trainer.rollout_metrics`."""
 
@@ -45,9 +45,18 @@ class _Member:
     sample: Sample | None
 
 
-def prompts_and_responses(batch: Batch) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(prompt ids, response ids) of all trajectories, group after group: what reference logprobs are asked for."""
-    return [(member.prompt_ids, member.response_ids) for group in batch.groups for member in group.trajectories]
+def sampled_sequences(batch: Batch) -> list[TokenSequence | None]:
+    """All trajectories, group after group, None for an empty response: what reference logprobs are asked for.
+
+    With their kept sets and experts, as their own logprobs are: a KL compares within the same set.
+    """
+    return [
+        TokenSequence(one.prompt_ids, one.response_ids, kept=one.kept, routing=one.routing)
+        if one.response_ids
+        else None
+        for group in batch.groups
+        for one in group.trajectories
+    ]
 
 
 def prepare(
@@ -55,7 +64,7 @@ def prepare(
 ) -> RlBatch:
     """Advantages, masks, staleness and weights of all sequences that take part; the other samples are left out.
 
-    `reference_logprobs` are those of `prompts_and_responses(batch)`, [] for an empty response; needed only where
+    `reference_logprobs` are those of `sampled_sequences(batch)`, [] for an empty response; needed only where
     `options.kl_in_reward`. Raises ValueError where they are missing or do not fit.
     """
     members = _members(batch, options, reference_logprobs)
