@@ -95,8 +95,10 @@ def test_cutting_norming_and_rotating_in_one_kernel(normed: bool) -> None:
     angles = torch.cat((half, half), -1)
     norms = (first, second) if normed else (None, None)
     exact = (first.double(), second.double()) if normed else (None, None)
-    found = compiled(cut_norm_rotate)(mixed, angles.cos(), angles.sin(), positions, *norms, 1e-6)
-    expected = cut_norm_rotate(mixed.double(), angles.cos().double(), angles.sin().double(), positions, *exact, 1e-6)
+    found = compiled(cut_norm_rotate)(mixed, angles.cos(), angles.sin(), positions, norms[0], norms[1], 1e-6)
+    expected = cut_norm_rotate(
+        mixed.double(), angles.cos().double(), angles.sin().double(), positions, exact[0], exact[1], 1e-6
+    )
 
     inputs = (mixed, first, second) if normed else (mixed,)
     upstream = [torch.randn_like(one) for one in found]
