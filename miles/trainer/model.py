@@ -111,6 +111,8 @@ def megatron_config(
         variable_seq_lengths=sizes.pipeline > 1,
         context_parallel_size=sizes.context,
         expert_model_parallel_size=sizes.expert,
+        # Also for dense models: Megatron refuses to combine the default with stages that pass on varying lengths.
+        moe_token_dispatcher_type="alltoall",
         sequence_parallel=sizes.sequence,
         calculate_per_token_loss=True,
         params_dtype=dtype,
@@ -150,7 +152,6 @@ def _expert_options(arch: Architecture) -> dict[str, Any]:
         "moe_router_dtype": "fp32",
         # No auxiliary loss: the gradient is that of the loss that was asked for, and of nothing else.
         "moe_router_load_balancing_type": "none",
-        "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": False,
         "moe_permute_fusion": False,
     }

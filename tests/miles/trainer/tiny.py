@@ -86,7 +86,7 @@ def write_model(
     elif kind == "qwen2":
         model = Qwen2ForCausalLM(Qwen2Config(**shared))
     elif kind == "qwen3_moe":
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shared, **{**EXPERTS, **experts}, head_dim=16))
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shared, **{**EXPERTS, **experts, "head_dim": 16}))
     elif kind == "gemma":
         # With a padding token, transformers leaves the embedding's gradient out where that token is an input.
         model = GemmaForCausalLM(GemmaConfig(**shared, head_dim=16, pad_token_id=None))
