@@ -23,5 +23,5 @@ def interpolated(tokens: TrainedTokens) -> Tensor:
     if tokens.staleness is None:
         raise ValueError("an interpolated proximal policy needs the tokens' staleness")
     current = tokens.logprobs.detach()
-    share = (1.0 / tokens.staleness.clamp(min=1)).where(tokens.staleness > 0, 0.0).to(current.dtype)
+    share = tokens.staleness.clamp(min=1).to(current.dtype).reciprocal().where(tokens.staleness > 0, 0.0)
     return current + share * (tokens.behaviour - current)

@@ -21,8 +21,8 @@ def gspo(tokens: TrainedTokens, old: Tensor, *, clip: Clip = (3e-4, 4e-4)) -> To
     """
     low, high = clip
     advantages = tokens.advantages
-    log_ratio = tokens.sequence_means(tokens.logprobs.detach() - old)
-    ratio = ratio_of(log_ratio) * (tokens.logprobs - tokens.logprobs.detach()).exp()
+    current = tokens.logprobs.detach()
+    ratio = ratio_of(tokens.sequence_means(current - old) + tokens.logprobs - current)
     gains = (ratio * advantages).minimum(ratio.clamp(1.0 - low, 1.0 + high) * advantages)
     moved = ratio.detach()
     metrics = {

@@ -1,66 +1,182 @@
-"""Group advantages: robust to abstentions, single samples and rounding noise."""
+"""Every advantage equals its reference, and none lets a sample that takes no part, or rounding noise, change others."""
+
+from __future__ import annotations
 
 import math
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
-from miles.algorithms.advantages import group_advantages, grpo, rloo
+from miles.algorithms import registry
+from miles.algorithms.advantages.batch import batch_advantages, takes_part
+from miles.algorithms.advantages.sample import Advantage, Sample
+from miles.algorithms.advantages.spread import mean_and_std
+from tests.miles.algorithms import references
+from tests.miles.algorithms.references import Rewards
+
+Compute = Callable[[Sequence[Sequence[Sample]]], Sequence[Sequence[Advantage]]]
+
+SETTINGS: dict[str, tuple[str, dict[str, object]]] = {
+    "grpo": ("grpo", {}),
+    "grpo-no-std": ("grpo", {"scale_by_std": False}),
+    "grpo-no-eps": ("grpo", {"eps": 0.0}),
+    "dr_grpo": ("dr_grpo", {}),
+    "rloo": ("rloo", {}),
+    "rloo-std": ("rloo", {"scale_by_std": True}),
+    "rloo-std-no-eps": ("rloo", {"scale_by_std": True, "eps": 0.0}),
+    "reinforce_plus_plus": ("reinforce_plus_plus", {}),
+    "reinforce_plus_plus_baseline": ("reinforce_plus_plus_baseline", {}),
+}
+GROUP_ONLY = [key for key in SETTINGS if not key.startswith("reinforce")]
+EVERY = pytest.mark.parametrize("setting", SETTINGS)
+
+dice = random.Random(5)
+BATCHES: dict[str, list[Rewards]] = {
+    "random": [[dice.gauss(0, 2) for _ in range(size)] for size in (4, 2, 7)],
+    "zeros and ones": [[0.0, 1.0, 1.0, 0.0], [0.0, 0.0, 0.0, 1.0]],
+    "one sample": [[0.7]],
+    "one sample each": [[0.7], [-0.3], [2.0]],
+    "all equal": [[0.1] * 5, [0.1] * 5],
+    "equal in groups": [[0.1] * 5, [0.9] * 5],
+    "abstentions": [[1.0, None, 0.0, 0.0], [None, math.nan], [1.0, None, None, math.inf], [2.0, 3.0, -math.inf]],
+    "nobody": [[None, None], []],
+    "large": [[1e8, 1e8 + 1e3, 1e8 + 5e3], [-1e8, 3.0]],
+    "very long": [[dice.random() for _ in range(1000)]],
+}
 
 
-def test_grpo_is_the_centred_reward_over_the_spread() -> None:
-    assert grpo([1.0, 0.0, 0.0, 1.0], eps=0.1) == pytest.approx([0.5 / 0.6, -0.5 / 0.6, -0.5 / 0.6, 0.5 / 0.6])
-    assert grpo([1.0, 0.0, 0.0, 1.0], scale_by_std=False) == [0.5, -0.5, -0.5, 0.5]
+def function_of(setting: str) -> Compute:
+    name, options = SETTINGS[setting]
+    function: Compute = registry.load("advantage", name, options)
+    return function
 
 
-def test_rloo_compares_with_the_others() -> None:
-    assert rloo([1.0, 0.0, 0.5]) == pytest.approx([0.75, -0.75, 0.0])
+def samples(group: Rewards, tokens: Sequence[int], penalties: Sequence[Sequence[float]] | None = None) -> list[Any]:
+    """Samples of a group, None for those who take no part."""
+    return [
+        Sample(float(reward), count, tuple(penalties[i]) if penalties else ())
+        if reward is not None and takes_part(reward, count)
+        else None
+        for i, (reward, count) in enumerate(zip(group, tokens, strict=True))
+    ]
 
 
+def advantages_of(setting: str, groups: Sequence[Rewards]) -> list[list[float | None]]:
+    """One number a sample, every response being of one token."""
+    found = batch_advantages([samples(group, [1] * len(group)) for group in groups], function_of(setting))
+    return [[None if value is None else value[0] for value in group] for group in found]
+
+
+def reference_of(setting: str, groups: Sequence[Rewards]) -> list[list[float]]:
+    name, options = SETTINGS[setting]
+    eps: Any = options.get("eps", 0.1)
+    if name in ("grpo", "dr_grpo"):
+        by_std = name == "grpo" and bool(options.get("scale_by_std", True))
+        return [references.grpo_advantages(group, eps, by_std) for group in groups]
+    if name == "rloo":
+        return [references.rloo_advantages(group, eps, bool(options.get("scale_by_std", False))) for group in groups]
+    nothing = [[[0.0] for _ in references.valid(group)] for group in groups]
+    found = references.reinforce_plus_plus_advantages(groups, nothing, 1e-8, name.endswith("baseline"))
+    return [[sample[0] for sample in group] for group in found]
+
+
+@EVERY
+@pytest.mark.parametrize("groups", BATCHES.values(), ids=BATCHES)
+def test_an_advantage_is_the_papers(setting: str, groups: list[Rewards]) -> None:
+    found = [[value for value in group if value is not None] for group in advantages_of(setting, groups)]
+    expected = reference_of(setting, groups)
+    assert [len(group) for group in found] == [len(group) for group in expected]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-6, abs=1e-7)
+
+
+@pytest.mark.parametrize("baseline", [False, True])
+def test_tokens_of_reinforce_plus_plus_are_normalised_over_the_batch(baseline: bool) -> None:
+    """Token by token, with a KL in the reward. Fails when long responses count once, or a cost counts before it."""
+    groups: list[Rewards] = [[1.0, 0.0, None], [0.5, 0.25]]
+    costs = [[[0.1, -0.2, 0.3], [0.05], [9.0]], [[0.0, 0.4], [0.2, 0.1, 0.0, -0.1]]]
+    function = function_of("reinforce_plus_plus_baseline" if baseline else "reinforce_plus_plus")
+    found = batch_advantages(
+        [samples(group, [len(each) for each in cost], cost) for group, cost in zip(groups, costs, strict=True)],
+        function,
+    )
+    assert found[0][2] is None
+    taking_part = [costs[0][:2], costs[1]]
+    expected = references.reinforce_plus_plus_advantages(groups, taking_part, 1e-8, baseline)
+    for ours, theirs in zip(found, expected, strict=True):
+        for mine, reference in zip([value for value in ours if value is not None], theirs, strict=True):
+            assert mine == pytest.approx(reference, rel=1e-7)
+    tokens = [value for group in found for sample in group if sample for value in sample]
+    assert mean_and_std(tokens) == pytest.approx((0.0, 1.0), abs=1e-6)
+
+
+@pytest.mark.parametrize("setting", GROUP_ONLY)
+def test_a_group_baseline_takes_a_kl_in_the_reward_off_the_whole_sample(setting: str) -> None:
+    charged = [Sample(1.0, 2, (0.25, 0.5)), Sample(0.5, 1, (0.0,)), Sample(0.0, 3, (-0.5, 0.0, 0.0))]
+    plain = [Sample(0.25, 2), Sample(0.5, 1), Sample(0.5, 3)]
+    assert function_of(setting)([charged]) == function_of(setting)([plain])
+
+
+@EVERY
 @pytest.mark.parametrize("high", [0.95, 0.35])
-@pytest.mark.parametrize("function", [grpo, rloo])
-def test_rounding_noise_is_not_a_spread(function: object, high: float) -> None:
-    """O04. Fails without NOISE in _mean_and_std and the two-pass sum."""
-    rewards = [0.0] + [high] * 7
-    assert rloo(rewards, scale_by_std=True)[0] == pytest.approx(-high)
-    assert rloo(rewards, scale_by_std=True, eps=0.0)[0] == pytest.approx(-high)
-    assert all(abs(value) <= 10 for value in [*rloo(rewards, scale_by_std=True), *grpo(rewards)])
+def test_rounding_noise_is_not_a_spread(setting: str, high: float) -> None:
+    """O04. Fails for every advantage that divides, without NOISE in mean_and_std; for rloo, without the two passes."""
+    (spiked,) = advantages_of(setting, [[0.0] + [high] * 7])
+    assert all(value is not None and abs(value) <= 10 for value in spiked)
     nudged = [math.nextafter(high, 1.0) if index % 2 else high for index in range(8)]
-    assert all(abs(value) < 1e-9 for value in [*grpo(nudged, eps=0.0), *rloo(nudged, scale_by_std=True, eps=0.0)])
+    (level,) = advantages_of(setting, [nudged])
+    assert all(value is not None and abs(value) < 1e-9 for value in level)
 
 
-@pytest.mark.parametrize("function", [grpo, rloo])
-@pytest.mark.parametrize("rewards", [[0.1] * 5, [0.7], [1e8, 1e8]])
-def test_equal_rewards_teach_nothing(function: object, rewards: list[float]) -> None:
-    assert callable(function)
-    assert function(rewards) == [0.0] * len(rewards)
+def test_a_leave_one_out_spread_of_equal_rewards_leaves_the_difference_as_it_is() -> None:
+    """O04: 0 against seven of 0.95 has the advantage -0.95."""
+    for setting in ("rloo-std", "rloo-std-no-eps"):
+        assert advantages_of(setting, [[0.0] + [0.95] * 7])[0][0] == pytest.approx(-0.95)
 
 
-def test_abstained_samples_are_outside_the_baseline() -> None:
-    """O05: mean 1/3 over the valid three, not 1/4."""
-    values = group_advantages([1.0, None, 0.0, 0.0], [True] * 4, grpo, {"scale_by_std": False})
-    assert values[1] is None
-    assert [values[0], values[2], values[3]] == pytest.approx([2 / 3, -1 / 3, -1 / 3])
+@EVERY
+@pytest.mark.parametrize("rewards", [[0.1] * 5, [1e8, 1e8], [-3.0] * 2])
+def test_equal_rewards_teach_nothing(setting: str, rewards: list[float]) -> None:
+    assert advantages_of(setting, [rewards]) == [[0.0] * len(rewards)]
 
 
+@EVERY
 @pytest.mark.parametrize("missing", [None, math.nan, math.inf])
-@pytest.mark.parametrize("function", [grpo, rloo])
-def test_one_valid_sample_has_advantage_zero(function: object, missing: float | None) -> None:
+def test_who_takes_no_part_changes_nothing_for_the_others(setting: str, missing: float | None) -> None:
+    """O05. Fails when a missing reward counts as 0, or enters a mean."""
+    with_them = advantages_of(setting, [[0.75, missing, 0.0, 0.5], [missing, missing], [0.5, 0.25]])
+    without = advantages_of(setting, [[0.75, 0.0, 0.5], [], [0.5, 0.25]])
+    assert with_them[0][1] is None and with_them[1] == [None, None]
+    assert [[value for value in group if value is not None] for group in with_them] == without
+    zeroed = advantages_of(setting, [[0.75, 0.0, 0.0, 0.5], [0.0, 0.0], [0.5, 0.25]])
+    assert zeroed[0][0] != pytest.approx(with_them[0][0], rel=1e-3)
+
+
+@EVERY
+def test_one_valid_sample_has_advantage_zero(setting: str) -> None:
     """O05: its spread is 0, not NaN."""
-    assert callable(function)
-    assert group_advantages([1.0, missing, missing, missing], [True] * 4, function, {}) == [0.0, None, None, None]
+    assert advantages_of(setting, [[1.0, None, None, None]]) == [[0.0, None, None, None]]
 
 
-def test_samples_without_trainable_tokens_are_outside_the_baseline() -> None:
+@EVERY
+def test_samples_without_trainable_tokens_are_outside_the_baseline(setting: str) -> None:
     """OpenRLHF#1239: the sibling's advantage is 0, not -49.5."""
-    assert group_advantages([100.0, 1.0], [False, True], grpo, {"scale_by_std": False}) == [None, 0.0]
+    found = batch_advantages([samples([100.0, 1.0], [0, 2])], function_of(setting))
+    assert found == [[None, [0.0, 0.0]]]
 
 
-def test_a_group_of_abstentions_has_no_advantages() -> None:
-    assert group_advantages([None, math.nan], [True, True], grpo, {}) == [None, None]
-
-
-def test_a_function_that_answers_nonsense_is_refused() -> None:
+@pytest.mark.parametrize(
+    "answer",
+    [[[1.0]], [[1.0, math.nan]], [[1.0, 2.0, 3.0]], [], [[1.0, [1.0, 2.0]]], [[1.0, [math.inf]]]],
+)
+def test_a_function_that_answers_nonsense_is_refused(answer: list[list[Any]]) -> None:
     with pytest.raises(ValueError, match="advantage function"):
-        group_advantages([1.0, 0.0], [True, True], lambda rewards: [1.0], {})
-    with pytest.raises(ValueError, match="advantage function"):
-        group_advantages([1.0], [True], lambda rewards: [math.nan], {})
+        batch_advantages([[Sample(1.0, 2), None, Sample(0.0, 1)]], lambda groups: answer)
+
+
+def test_an_advantage_may_be_one_of_each_token() -> None:
+    """Room for a critic."""
+    found = batch_advantages([[Sample(1.0, 2), Sample(0.0, 1)]], lambda groups: [[[0.5, -0.5], 1]])
+    assert found == [[[0.5, -0.5], [1.0]]]
