@@ -55,8 +55,15 @@ def embedded_command(folder: Path) -> EmbeddedCommand:
 @contextlib.contextmanager
 def embedded_server(folder: Path) -> Iterator[RunningServer]:
     """Start one; it is up when it says so."""
+    with running(embedded_command(folder)) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def running(command: EmbeddedCommand) -> Iterator[RunningServer]:
+    """The same of any command."""
     with reserve_port("127.0.0.1") as reservation:
-        argv = embedded_command(folder).argv("127.0.0.1", reservation.port)
+        argv = command.argv("127.0.0.1", reservation.port)
         assert argv[0] == sys.executable
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=environment) as process:
