@@ -160,7 +160,7 @@ class RunRecorder:
         )
         self._summary.add_step(open_step.stats.step, reward, staleness)
         version = open_step.weight_version or 0
-        line = StepLine(open_step.stats.step, reward, tokens_per_s, version, staleness, self._last_eval)
+        line = StepLine(open_step.stats.step, reward, tokens_per_s, version, staleness, self._last_eval, metrics)
         self._progress.step(line)
 
     def _count_groups(self) -> None:

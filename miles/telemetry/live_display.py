@@ -25,6 +25,13 @@ _STATE_STYLES = {
     "Failed": "bold red",
     "Stopped": "dim",
 }
+_FIGURES = (
+    ("response_length", "length"),
+    ("entropy", "entropy"),
+    ("kl", "KL"),
+    ("grad_norm", "gradient"),
+    ("logprob_diff_mean", "logprob difference"),
+)
 _SPARKS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 40
 
@@ -95,7 +102,8 @@ class LiveDisplay:
         evaluation = "" if line.eval is None else f"greedy eval {line.eval:.3f}"
         table.add_row("tokens/s", f"{line.tokens_per_s:,.0f}", evaluation)
         table.add_row("weights", f"v{line.weight_version}", f"staleness {line.staleness}")
-        return table
+        shown = [f"{label} {line.figures[name]:.3g}" for name, label in _FIGURES if name in line.figures]
+        return Group(table, Text("trainer   " + "   ".join(shown))) if shown else table
 
     def _engines(self) -> RenderableType:
         text = Text("engines  ")

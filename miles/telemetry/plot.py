@@ -1,4 +1,4 @@
-"""`curves.png`: reward and greedy eval, staleness, the engines' states over time, and their weight version lag.
+"""`curves.png`: reward and greedy eval, staleness, the trainer's numbers, and over time the engines' states and lag.
 
 Drawn from the files of a run folder alone, so that it works on a run that is going on, was stopped or was killed.
 """
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from controllers.errors import ConfigError
 from miles.telemetry.fleet_history import FleetHistory, read_history
 from miles.telemetry.run_folder import CURVES_FILE, EVALS_FILE, EVENTS_FILE, METRICS_FILE, read_lines
+from miles.telemetry.step_panels import COLUMNS, draw_panel, panels_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,17 +49,22 @@ def plot_run(folder: Path) -> Path:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    rows = max(1, len(history.engines))
-    figure = Figure(figsize=(11, 8.6 + 0.35 * rows), layout="constrained")
+    rows, panels = max(1, len(history.engines)), panels_of(metrics)
+    panel_rows = math.ceil(len(panels) / COLUMNS)
+    figure = Figure(figsize=(11, 8.6 + 0.35 * rows + 1.7 * panel_rows), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(_title(folder, metrics), fontsize=13)
-    grid = figure.add_gridspec(4, 1, height_ratios=(4.2, 1.5, 0.9 + 0.45 * rows, 1.7))
+    grid = figure.add_gridspec(5, 1, height_ratios=(4.2, 1.5, 1.8 * panel_rows or 0.01, 0.9 + 0.45 * rows, 1.7))
     reward_axes = figure.add_subplot(grid[0])
     staleness_axes = figure.add_subplot(grid[1], sharex=reward_axes)
-    states_axes = figure.add_subplot(grid[2])
-    lag_axes = figure.add_subplot(grid[3], sharex=states_axes)
+    states_axes = figure.add_subplot(grid[3])
+    lag_axes = figure.add_subplot(grid[4], sharex=states_axes)
     _draw_reward(reward_axes, metrics, evals)
     _draw_staleness(staleness_axes, metrics)
+    if panels:
+        small = grid[2].subgridspec(panel_rows, COLUMNS)
+        for index, panel in enumerate(panels):
+            draw_panel(figure.add_subplot(small[divmod(index, COLUMNS)]), panel, metrics)
     _draw_states(states_axes, history)
     _draw_lag(lag_axes, history)
     target = folder / CURVES_FILE

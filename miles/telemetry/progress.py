@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Literal, Protocol, Self, TextIO
 
@@ -31,6 +31,8 @@ class StepLine:
     weight_version: int
     staleness: int
     eval: float | None = None
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """Further numbers of it, by the names of docs/metrics.md."""
 
 
 class Progress(Protocol):

@@ -51,7 +51,8 @@ class SyntheticRun:
             reward = 0.85 - 0.6 * math.exp(-3 * step / steps) + self._random.gauss(0, 0.04)
             self._folder.append_metrics(
                 {"step": step, "time": self._now, "reward": reward, "tokens_per_s": 3000, "weight_version": step + 1,
-                 "staleness": int(step > 2 and self._random.random() > 0.2)}
+                 "staleness": int(step > 2 and self._random.random() > 0.2), "entropy": 1 / step, "kl": None,
+                 "response_length": 5.0, "grad_norm": self._random.random(), "step_s": 0.6, "wait_s": 0.2}
             )  # fmt: skip
             if step % max(1, steps // 10) == 0:
                 self._folder.append_eval({"step": step, "time": self._now, "reward": min(1.0, reward + 0.1)})

@@ -12,6 +12,7 @@ from controllers.errors import ConfigError
 from miles.telemetry.fleet_history import StateSpan, read_history
 from miles.telemetry.plot import plot_run
 from miles.telemetry.run_folder import RunFolder
+from miles.telemetry.step_panels import panels_of
 from tests.miles.telemetry.synthetic_run import write_synthetic_run
 
 
@@ -64,6 +65,11 @@ def test_the_picture_of_a_run(tmp_path: Path) -> None:
     assert width > 1000
     assert height > 800
     assert not (tmp_path / "run" / "curves.png.partial").exists()
+
+
+def test_a_panel_is_drawn_only_of_what_there_is() -> None:
+    lines: list[dict[str, Any]] = [{"step": 1, "entropy": None}, {"step": 2, "entropy": 0.5, "kl": None}]
+    assert [panel.names[0] for panel in panels_of(lines)] == ["entropy"]
 
 
 def test_a_run_that_never_trained_has_a_picture_too(tmp_path: Path) -> None:

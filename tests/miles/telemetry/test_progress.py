@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 
@@ -80,6 +81,15 @@ def test_the_live_display_shows_engines_reward_and_versions() -> None:
     shown = out.getvalue()
     for part in ("sort", "step 3/10", "training", "engine-0", "Serving v4", "Draining", "0.500", "3,210", "v4"):
         assert part in shown
+
+
+def test_the_live_display_has_a_line_of_the_trainers_numbers_where_there_are_any() -> None:
+    out = Terminal()
+    with LiveDisplay("sort", 10, out, Clock()) as progress:
+        progress.step(step(3))
+        assert "trainer" not in out.getvalue()
+        progress.step(replace(step(4), figures={"entropy": 0.51234, "grad_norm": 12.0, "lr": 1.0}))
+    assert "trainer   entropy 0.512   gradient 12" in out.getvalue() and "lr" not in out.getvalue()
 
 
 @pytest.mark.parametrize(
