@@ -21,6 +21,7 @@ from tests.chaos.small_run import (
     read_summary,
     small,
 )
+from tests.support.metrics_page import always, undocumented
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
@@ -45,6 +46,8 @@ def test_a_replay_trains_as_the_run_did(tmp_path: Path) -> None:
     """Every number of every step is the same. Fails when the warm-up, an option or a batch is not."""
     _run(tmp_path / "first", train__steps=3, debug__dump_batches=True)
     first = read_metrics(tmp_path / "first")
+    for line in first:
+        assert not undocumented(line) and always() <= line.keys(), "docs/metrics.md"
     assert logged_steps(tmp_path / "first" / "batches") == [1, 2, 3]
     _run(tmp_path / "again", train__steps=3, debug__replay=str(tmp_path / "first" / "batches"))
     again = read_metrics(tmp_path / "again")
