@@ -141,7 +141,7 @@ class MegatronTrainer:
         async with self._turn:
             return await self._on_ranks("run_function", function, args, kwargs, again=False)
 
-    async def save(self, folder: Path) -> None:
+    async def save(self, folder: Path, on_copied: Callable[[], None] = lambda: None) -> None:
         """Write a checkpoint that is whole or absent. Raises ConfigError when something else lies there."""
         async with self._turn:
             await self._on_ranks("save", _absolute(folder))
