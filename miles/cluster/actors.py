@@ -80,7 +80,9 @@ class RemoteActor:
 def start_actor(cls: type[Any], /, *args: Any, options: ActorOptions) -> RemoteActor:
     """Start an actor of class `cls`. It is alive once its first call returns."""
     runtime_env = {"env_vars": dict(options.env)} if options.env else None
-    remote_class = ray.remote(concurrency_groups=dict(options.threads))(cls) if options.threads else ray.remote(cls)
+    remote_class = ray.remote(cls)
+    if options.threads:
+        remote_class = ray.remote(concurrency_groups=dict(options.threads))(cls)  # type: ignore[call-overload]
     handle = remote_class.options(
         num_cpus=options.num_cpus,
         num_gpus=options.num_gpus,

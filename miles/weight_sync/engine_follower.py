@@ -44,6 +44,11 @@ class Publications(Protocol):
     @property
     def newest(self) -> WeightVersion | None: ...
 
+    @property
+    def source(self) -> int | None: ...
+
+    async def ensure_source(self) -> int: ...
+
     async def newer_than(self, number: int) -> WeightVersion: ...
 
     def start_command(self, session: EngineSession) -> bytes: ...
@@ -123,20 +128,23 @@ class EngineFollower:
     async def _stage(self, target: WeightVersion) -> WeightVersion:
         """Have all ranks stage `target` or a newer version. Goes to disk after two failed pulls.
 
-        Raises WeightSyncError when that fails too, WaitTimeout for a missing vote.
+        A pull from trainer ranks that were lost is no fault of the engine: it waits for what new ranks publish.
+        Raises WeightSyncError when the disk fails too, WaitTimeout for a missing vote.
         """
         failures = 0
         while True:
-            self._session.request_pull(target)
+            source = await self._publications.ensure_source()
+            self._session.request_pull(self._publications.newest or target)
             outcome = await self._session.all_staged(self._options.vote_timeout_s + self._options.pull_timeout_s)
             if not isinstance(outcome, PullFailed):
                 return outcome
+            if self._publications.source != source:
+                continue
             failures += 1
             if failures >= _FAILURES_BEFORE_GIVING_UP:
                 raise WeightSyncError(f"{self._session.incarnation}: {failures} pulls failed: {outcome.reason}")
             if failures >= _FAILURES_BEFORE_FALLBACK and not await self._publications.fall_back(self._session):
                 raise WeightSyncError(f"{self._session.incarnation} cannot pull its weights: {outcome.reason}")
-            target = self._publications.newest or target
 
     async def _install(self, engine: Engine, version: WeightVersion, prove: Callable[[], None]) -> None:
         """One pause, of bounded length also when cancelled. Leaving by an error leaves the engine paused: its caller

@@ -64,6 +64,11 @@ class LeaseTable:
         for lease in [lease.lease for lease in self._leases.values() if lease.holder == holder]:
             self.release(lease)
 
+    def release_slots(self) -> None:
+        """End every lease on a slot: the slots themselves are gone."""
+        for lease in [lease.lease for lease in self._leases.values() if lease.slot is not None]:
+            self.release(lease)
+
     def versions(self) -> set[int]:
         """Versions that somebody is reading."""
         self._expire()

@@ -55,6 +55,15 @@ class RankTensors(Protocol):
 class RankRunner(Protocol):
     """Runs an importable function in every rank's process; results in rank order. Raises MilesError without a rank."""
 
+    @property
+    def incarnation(self) -> int:
+        """Rises at the moment rank processes are lost, before a call that lost them raises. A later call reaches
+        others in their place, which know nothing of what was done in the lost ones."""
+
+    @property
+    def steps_done(self) -> int:
+        """The optimizer step whose weights the ranks hold."""
+
     async def on_each_rank(
         self, function: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> list[R]: ...

@@ -1,6 +1,7 @@
 """Publishes a trainer's weights and gets them, proven, into every engine. Runs in the driver; moves no bytes itself.
 
     publish(): reserve a number -> one slot for all ranks -> every rank stages -> digest -> commit
+    ranks lost: nothing can be read -> new ranks are opened by the next publication, or for the first engine that pulls
     each incarnation: start agent -> pull -> install -> audit -> admit, then per version: pull while it generates ->
                       pause -> install -> votes of all ranks -> prove -> label -> resume
 
@@ -10,6 +11,7 @@ pause proven or failed. Hears of engines through controller events, and of weigh
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 from contextlib import AsyncExitStack
@@ -21,11 +23,10 @@ import msgspec
 import structlog
 from anyio.abc import TaskGroup
 
-from controllers.errors import MilesError, PublishFailed, StaleIncarnation, WeightSyncError
+from controllers.errors import MilesError, PublishFailed, StaleIncarnation
 from controllers.event_bus import Subscription
 from controllers.events import EngineLaunched, EngineStateChanged
 from controllers.weight_versions import WeightVersion
-from miles.weight_sync import digest
 from miles.weight_sync.control_server import ControlServer
 from miles.weight_sync.engine_follower import EngineFollower
 from miles.weight_sync.leases import LeaseTable
@@ -35,7 +36,6 @@ from miles.weight_sync.messages import (
     Ask,
     Audit,
     Job,
-    Layout,
     Pull,
     PullFailed,
     Renew,
@@ -44,9 +44,8 @@ from miles.weight_sync.messages import (
     VersionRecord,
 )
 from miles.weight_sync.options import WeightSyncOptions, WeightSyncStatistics
-from miles.weight_sync.plan import PlanError, owners, tensors_of
 from miles.weight_sync.ports import Controller, RankRunner
-from miles.weight_sync.publisher import close_publisher, open_publisher, slot_sums, stage
+from miles.weight_sync.rank_slots import RankSlots
 from miles.weight_sync.session import EngineSession
 from miles.weight_sync.transports.base import Transport, TransportOptions, find_transport
 
@@ -61,6 +60,12 @@ class Committed:
 
     version: WeightVersion
     slot: int
+    incarnation: int | None
+    """Of the ranks whose slot it is."""
+
+
+class TrainerWentOn(PublishFailed):
+    """It cannot be said of which step the staged weights are."""
 
 
 class WeightSyncService:
@@ -75,8 +80,7 @@ class WeightSyncService:
         self._transport: Transport = find_transport(options.transport)(TransportOptions(options.folder))
         self._fallback: Transport | None = None
         self._on_disk = -1
-        self._layouts: tuple[Layout, ...] = ()
-        self._owned: list[list[int]] = []
+        self._slots = RankSlots(ranks, options.n_slots, self._transport)
         self._committed: Committed | None = None
         self._new_version = anyio.Event()
         self._publishing = anyio.Lock()
@@ -92,11 +96,10 @@ class WeightSyncService:
         """Open the slots of every rank, the transport and the control server, and begin to follow engines."""
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self._server)
-            stack.push_async_callback(self._close_ranks)
-            await self._open_ranks()
+            stack.push_async_callback(self._slots.close)
             stack.push_async_callback(self._close_transports)
+            await self._slots.open()
             stack.callback(self._end_sessions)  # after the tasks: a pause that is under way needs its votes
-            await self._transport.open(self._ranks, self._layouts)
             events = await stack.enter_async_context(
                 self._controller.bus.subscribe("weight-sync", buffer=4096, kinds=(EngineLaunched, EngineStateChanged))
             )
@@ -132,35 +135,79 @@ class WeightSyncService:
             await self._new_version.wait()
         return self._committed.version
 
+    @property
+    def source(self) -> int | None:
+        """The incarnation of the ranks from which the newest version can be pulled; None once they are lost."""
+        held = None if self._committed is None else self._committed.incarnation
+        return held if held == self._ranks.incarnation else None
+
+    async def ensure_source(self) -> int:
+        """`source`, once there is one. Where the ranks were lost, new ones publish first.
+
+        Raises PublishFailed, or what the ranks raise when they do not come back.
+        """
+        while (source := self.source) is None:
+            async with self._publishing:
+                committed = self._committed
+                if committed is not None and self.source is None:
+                    _log.warning("weight_sync.republish", lost=committed.version.number)
+                    with contextlib.suppress(TrainerWentOn):  # what it does next will be published
+                        await self._publish(None, committed.version.lineage)
+            if self._committed is None:
+                await self._new_version.wait()
+        return source
+
     async def publish(self, step: int, lineage: int = 1) -> WeightVersion:
         """Stage the ranks' weights as they are now and commit them; engines follow on their own.
 
-        Returns at commit. Raises PublishFailed, and commits nothing, when a rank did not stage them.
+        Returns at commit. Raises PublishFailed, and commits nothing, when a rank did not stage them. Where ranks were
+        lost and replaced meanwhile the new ones stage them, under another number.
         """
         async with self._publishing:
-            start = time.perf_counter()
-            number = self._controller.reserve_version()
-            taken = None if self._committed is None else self._committed.slot
-            slot = await self._leases.free_slot(taken, self._options.slot_wait_s)
+            return await self._publish(step, lineage)
+
+    async def _publish(self, step: int | None, lineage: int) -> WeightVersion:
+        """One publication, for its turn. `step` None stands for the one that the trainer stands at."""
+        while True:
+            if self._slots.are_gone:
+                await self._slots.open()
+                self._leases.release_slots()
             try:
-                with anyio.fail_after(self._options.publish_timeout_s):
-                    whole = await self._stage(number, slot)
-                    version = WeightVersion(number, step, lineage, whole)
-                    await self._transport.publish(self._ranks, _record(version), slot)
-            except (MilesError, TimeoutError) as error:
-                self._counts.publish_failures += 1
-                if isinstance(error, PublishFailed):
+                return await self._publish_once(step, lineage)
+            except PublishFailed:
+                if not self._slots.are_gone:
                     raise
-                detail = str(error) or f"not within {self._options.publish_timeout_s} s"
-                raise PublishFailed(f"version {number} was not staged: {detail}", number=number) from error
-            self._controller.commit_version(version)
-            self._committed = Committed(version, slot)
-            self._new_version.set()
-            self._new_version = anyio.Event()
-            self._counts.publishes += 1
-            self._counts.publish_s += time.perf_counter() - start
-            await self._retire()
-            return version
+
+    async def _publish_once(self, step: int | None, lineage: int) -> WeightVersion:
+        start = time.perf_counter()
+        number = self._controller.reserve_version()
+        taken = self._committed.slot if self._committed is not None and self.source is not None else None
+        slot = await self._leases.free_slot(taken, self._options.slot_wait_s)
+        try:
+            with anyio.fail_after(self._options.publish_timeout_s):
+                staged = await self._slots.stage(number, slot, self._options.publish_timeout_s)
+                known = staged.step if step is None else step
+                if known is None:
+                    raise TrainerWentOn(f"the trainer took a step while version {number} was staged", number=number)
+                version = WeightVersion(number, known, lineage, staged.digest)
+                await self._transport.publish(self._ranks, _record(version), slot)
+        except (MilesError, TimeoutError) as error:
+            self._counts.publish_failures += 1
+            if isinstance(error, PublishFailed):
+                raise
+            detail = str(error) or f"not within {self._options.publish_timeout_s} s"
+            raise PublishFailed(f"version {number} was not staged: {detail}", number=number) from error
+        if self._slots.are_gone:
+            raise PublishFailed(f"the ranks that staged version {number} were lost", number=number)
+        self._controller.commit_version(version)
+        self._committed = Committed(version, slot, self._slots.incarnation)
+        self._new_version.set()
+        self._new_version = anyio.Event()
+        self._counts.publishes += 1
+        self._counts.copy_s += staged.copy_s
+        self._counts.publish_s += time.perf_counter() - start
+        await self._retire()
+        return version
 
     def statistics(self) -> WeightSyncStatistics:
         """Counts since the start."""
@@ -170,21 +217,6 @@ class WeightSyncService:
             leases_revoked=self._leases.revoked,
             leases_expired=self._leases.expired,
         )
-
-    async def _stage(self, number: int, slot: int) -> str:
-        """Have every rank stage; the digest of the whole. Raises PublishFailed naming the first rank that did not."""
-        reports = await self._ranks.on_each_rank(stage, slot, number, self._owned)
-        self._counts.copy_s += max(report.copy_s for report in reports)
-        if any(report.error is None and report.sums is None for report in reports):
-            reports = await self._ranks.on_each_rank(slot_sums, number, self._options.publish_timeout_s)
-        for report in reports:
-            if report.error is not None:
-                raise PublishFailed(
-                    f"trainer rank {report.rank} did not stage version {number}: {report.error}",
-                    number=number,
-                    rank=report.rank,
-                )
-        return digest.combine(digest.add(report.sums or {} for report in reports), tensors_of(self._layouts))
 
     async def _retire(self) -> None:
         in_use = self._leases.versions()
@@ -200,8 +232,13 @@ class WeightSyncService:
         with anyio.move_on_after(self._options.poll_s):
             while True:
                 session = self._session(ask.incarnation)
-                if ask.rank in session.pulling and (pull := self.acquire(ask)) is not None:
-                    return pull
+                if ask.rank in session.pulling:
+                    if (pull := self.acquire(ask)) is not None:
+                        return pull
+                    reason = "the trainer's ranks were lost"
+                    session.vote(
+                        PullFailed(incarnation=ask.incarnation, rank=ask.rank, version=0, lease="", reason=reason)
+                    )
                 if session.auditing is not None and session.wants_audit(ask.rank):
                     return Audit(session.auditing.number)
                 await session.changed()
@@ -209,7 +246,7 @@ class WeightSyncService:
 
     def acquire(self, ask: Ask) -> Pull | None:
         session = self._session(ask.incarnation)
-        if self._committed is None:
+        if self._committed is None or self.source is None:
             return None
         version, slot = self._committed.version, self._committed.slot
         transport, name, held = self._transport, self._options.transport, slot
@@ -299,7 +336,7 @@ class WeightSyncService:
                 incarnation=session.incarnation,
                 control_url=self._server.url,
                 token=self._token,
-                layouts=self._layouts,
+                layouts=self._slots.layouts,
                 transport=self._options.transport,
                 source=msgspec.Raw(self._transport.source(None, 0)),
                 pull_timeout_s=self._options.pull_timeout_s,
@@ -311,21 +348,26 @@ class WeightSyncService:
     async def fall_back(self, session: EngineSession) -> bool:
         """Have the ranks write the committed version to disk, once, and send this engine there. False without a folder.
 
-        Raises PublishFailed when the ranks cannot.
+        Raises PublishFailed when the ranks cannot; not when they are lost, for new ones will publish another version.
         """
         if self._options.folder is None or self._options.transport == "disk":
             return False
         async with self._falling_back:
             committed = self._committed
-            assert committed is not None
+            if committed is None or self.source is None:
+                return True
             if self._fallback is None:
                 fallback = find_transport("disk")(TransportOptions(self._options.folder))
-                await fallback.open(self._ranks, self._layouts)
+                await fallback.open(self._ranks, self._slots.layouts)
                 self._fallback = fallback
             if self._on_disk != committed.version.number:
                 lease = self._leases.grant(("fallback", 0), committed.version.number, committed.slot)
                 try:
                     await self._fallback.publish(self._ranks, _record(committed.version), committed.slot)
+                except MilesError:
+                    if self.source is not None:
+                        raise
+                    return True
                 finally:
                     self._leases.release(lease.lease)
                 self._on_disk = committed.version.number
@@ -333,27 +375,6 @@ class WeightSyncService:
         self._counts.fallbacks += 1
         _log.warning("weight_sync.fallback", incarnation=session.incarnation, version=committed.version.number)
         return True
-
-    # -- opening and closing
-
-    async def _open_ranks(self) -> None:
-        layouts: list[Layout] = []
-        for opened in await self._ranks.on_each_rank(open_publisher, self._options.n_slots):
-            if opened.layout is None:
-                raise WeightSyncError(f"trainer rank {opened.rank} cannot open its slots: {opened.error}")
-            layouts.append(opened.layout)
-        self._layouts = tuple(layouts)
-        try:
-            self._owned = owners(layouts)
-        except PlanError as error:
-            raise WeightSyncError(str(error)) from error
-
-    async def _close_ranks(self) -> None:
-        with anyio.move_on_after(_CLOSE_TIMEOUT_S, shield=True):
-            try:
-                await self._ranks.on_each_rank(close_publisher)
-            except MilesError as error:  # a dead rank holds nothing any more
-                _log.info("weight_sync.rank_not_closed", error=str(error))
 
     async def _close_transports(self) -> None:
         with anyio.move_on_after(_CLOSE_TIMEOUT_S, shield=True):

@@ -28,6 +28,7 @@ from miles.weight_sync.messages import Box
 from miles.weight_sync.options import WeightSyncOptions
 from miles.weight_sync.plan import whole
 from miles.weight_sync.ports import RankRunner
+from miles.weight_sync.publisher import close_publisher
 from miles.weight_sync.service import WeightSyncService
 from tests.fakes.engine import FakeEngine
 from tests.fakes.launcher import FakeLauncher
@@ -109,7 +110,8 @@ def cut_rows_or_columns(name: str, shape: tuple[int, ...], rank: int, world: int
 class LocalRanks:
     """A RankRunner over contexts in this process. `calls` names the functions run, `slots` where versions were staged.
 
-    `dead` makes every call raise as a lost rank does; `rank.lost` makes that rank's tensors not what they were.
+    `dead` makes every call raise as a lost rank does, `lost_in` the next call of that function, after which others are
+    there; `rank.lost` makes that rank's tensors not what they were.
     """
 
     def __init__(self, world: int = 1, weights: dict[str, torch.Tensor] | None = None) -> None:
@@ -118,12 +120,23 @@ class LocalRanks:
         self.calls: list[str] = []
         self.slots: list[int] = []
         self.dead = False
+        self.lost_in = ""
+        self.incarnation = 1
+        self.steps_done = 0
 
     def step(self, seed: int) -> None:
-        """New weights, the same for the same seed."""
+        """New weights, the same for the same seed, which is the step's number."""
+        self.steps_done = seed
         generator = torch.Generator().manual_seed(seed)
         for tensor in self.weights.values():
             tensor.normal_(generator=generator)
+
+    def lose(self) -> None:
+        """The ranks' processes die and others take their place, with the same weights."""
+        for rank in self.ranks:
+            close_publisher(rank)
+        self.ranks = [LocalRank(rank.rank, rank.world_size, self.weights, rank.cut) for rank in self.ranks]
+        self.incarnation += 1
 
     async def on_each_rank(
         self, function: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs
@@ -131,6 +144,10 @@ class LocalRanks:
         self.calls.append(function.__name__)
         if function.__name__ == "stage":
             self.slots.append(int(str(args[0])))
+        if function.__name__ == self.lost_in:
+            self.lost_in = ""
+            self.lose()
+            raise ActorDied("trainer-0 died", actor="trainer-0")
         if self.dead:
             raise ActorDied("trainer-0 died", actor="trainer-0")
         return [

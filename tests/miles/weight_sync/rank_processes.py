@@ -92,6 +92,8 @@ class RankProcess:
         self._env = dict(env or {})
         self._pipe: Connection | None = None
         self._process: Any = None
+        self.incarnation = 1
+        self.steps_done = 0
 
     @property
     def pid(self) -> int:

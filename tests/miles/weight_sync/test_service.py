@@ -57,7 +57,7 @@ async def test_a_new_life_gets_the_newest_version_without_the_trainer(disk: Weig
 
 
 async def test_a_version_that_one_rank_did_not_stage_is_never_committed(disk: WeightSyncOptions) -> None:
-    """Fails if the check of `report.error` is dropped in WeightSyncService._stage."""
+    """Fails if the check of `report.error` is dropped in RankSlots.stage."""
     async with rig(world=2, options=disk) as r:
         await r.serving(first := await publish(r, 1))
         served = {name: tensor.clone() for name, tensor in r.ranks.weights.items()}
@@ -130,7 +130,7 @@ async def test_ranks_whose_boxes_leave_a_hole_are_refused_at_the_start(disk: Wei
         sealed = r.ranks.ranks[0].cut
         r.ranks.ranks[0].cut = lambda name, shape, rank, world: tuple((0, n // 2) for n in shape)
         with pytest.raises(WeightSyncError, match="no rank holds"):
-            await r.service._open_ranks()
+            await r.service._slots.open()
         r.ranks.ranks[0].cut = sealed
 
 
