@@ -19,13 +19,15 @@ from miles.trainer import weights
 from miles.trainer.architecture import read_architecture
 from miles.trainer.attention import pack_params
 from miles.trainer.cpu_compat import running_on_cpu
+from miles.trainer.heads import TokenLogprobs
 from miles.trainer.layout import ALONE
 from miles.trainer.model import build_model
 from miles.trainer.packing import pack
 from miles.trainer.parallel import ParallelSizes, Place
 from miles.trainer.routing_replay import recorded_experts
+from miles.trainer.scoring import score
 from miles.trainer.sequences import TokenSequence
-from tests.miles.trainer.tiny import EXPERTS, VOCAB, reference, write_model
+from tests.miles.trainer.tiny import EXPERTS, VOCAB, learner, reference, write_model
 from tests.support.ranks import ranks
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -225,22 +227,42 @@ def on_rank(folder: Path, sizes: ParallelSizes, routing: Tensor) -> Tensor:
         return ours(model_of(folder, Place.of(torch.distributed.get_rank(), sizes)), routing)
 
 
+def over_stages(folder: Path, routing: Tensor) -> list[list[float]]:
+    """Logprobs of all tokens but the first of each sequence that has more than one."""
+    from megatron.core import parallel_state
+
+    sizes = ParallelSizes(pipeline=2)
+    trained = learner(folder, parallel=sizes)
+    sequences = [
+        TokenSequence(
+            row[:1].tolist(), row[1:].tolist(), routing=Routing(part[:-1].short().numpy().tobytes(), 2 * TOP_K)
+        )
+        for row, part in zip(rows(), torch.split(routing, LENGTHS), strict=True)
+        if len(row) > 1
+    ]
+    micros = pack(sequences, 8, trained.place)
+    assert len(micros) > 1
+    return score(
+        trained.wrapped, sequences, micros, TokenLogprobs(VOCAB, 1.0, parallel_state.get_tensor_model_parallel_group())
+    )
+
+
 @pytest.mark.real
-def test_over_ranks_that_share_tokens_or_experts(folder: Path, engine_routing: Tensor) -> None:
-    """Fails when a rank under sequence parallelism takes the record of all tokens, or of another rank's."""
+def test_over_ranks(folder: Path, engine_routing: Tensor) -> None:
+    """Fails when a rank under sequence parallelism takes the record of all tokens, or of another rank's, or when a
+    pipeline stage takes the record of its first layer for that of the model's, or of another micro-batch."""
     other = reference(folder)
     with overruled(other, engine_routing):
         wanted = theirs(other)
     with ranks(2) as pair:
-        split = pair.run_as(
-            ParallelSizes(tensor=2, sequence=True),
-            on_rank,
-            folder,
-            ParallelSizes(tensor=2, sequence=True),
-            engine_routing,
-        )
+        sizes = ParallelSizes(tensor=2, sequence=True)
+        split = pair.run_as(sizes, on_rank, folder, sizes, engine_routing)
         assert difference(torch.cat(split, -1)[:, :VOCAB], wanted) < TOLERANCE
-        for logits in pair.run_as(
-            ParallelSizes(data=2, expert=2), on_rank, folder, ParallelSizes(data=2, expert=2), engine_routing
-        ):
+        sizes = ParallelSizes(data=2, expert=2)
+        for logits in pair.run_as(sizes, on_rank, folder, sizes, engine_routing):
             assert difference(logits, wanted) < TOLERANCE
+        for scored in pair.run_as(ParallelSizes(pipeline=2), over_stages, folder, engine_routing):
+            parts = [part for part in zip(rows(), torch.split(wanted, LENGTHS), strict=True) if len(part[0]) > 1]
+            for found, (row, logits) in zip(scored, parts, strict=True):
+                logprobs = logits[:-1].log_softmax(-1).gather(1, row[1:, None])[:, 0]
+                assert difference(torch.tensor(found), logprobs) < TOLERANCE

@@ -59,6 +59,8 @@ def test_both_names_of_the_salt_count() -> None:
         (_body(top_p=0.0), "top_p=0.0"),
         (_body(top_p=1.5), "top_p=1.5"),
         (_body(top_k=0), "top_k=0"),
+        ({**_body(max_new_tokens=4), "return_sampling_mask": True}, "return_sampling_mask wants top_k or top_p"),
+        ({**_body(max_new_tokens=4), "return_routed_experts": True}, "no model with experts"),
         (_body(stop=["\n"]), r"stop=\['\\n'\] is not supported"),
         (_body(min_p=0.1), "min_p=0.1 is not supported"),
         (_body(repetition_penalty=1.1), "repetition_penalty=1.1"),
