@@ -115,12 +115,12 @@ class PaddedLoop:
 class PackedLoop(PaddedLoop):
     """A plain loop over packed sequences with a variable-length flash kernel in the Hugging Face model. GPU only."""
 
-    attention = "packed_flash"
+    attention = "packed"
 
     def __init__(self, folder: Path, *, device: str, dtype: str, budget: int) -> None:
         from transformers import AttentionInterface, AttentionMaskInterface
 
-        AttentionInterface.register(self.attention, _packed_flash)
+        AttentionInterface.register(self.attention, _packed_attention)
         AttentionMaskInterface.register(self.attention, lambda *_args, **_kwargs: None)
         super().__init__(folder, device=device, dtype=dtype, budget=budget)
 
@@ -155,7 +155,7 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), ignore_index=-100, reduction="sum")
 
 
-def _packed_flash(
+def _packed_attention(
     _module: Any,
     query: Tensor,
     key: Tensor,

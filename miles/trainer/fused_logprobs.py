@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from miles.trainer.compiled import compiled
+from miles.trainer.compiled import fused
 
 CHUNK_BYTES = 6 * 2**30
 """Of fp32 logits at a time. A micro-batch that fits into one chunk keeps its logits for the backward pass."""
@@ -46,7 +46,7 @@ class _LinearLogprobs(torch.autograd.Function):
         kept = None
         for start in range(0, max(1, hidden.shape[0]), rows):
             logits = _logits(hidden[start : start + rows], weight)
-            parts.append(_fused(row_sums, logits)(logits, local[start : start + rows], columns, temperature))
+            parts.append(fused(row_sums, logits, local[start : start + rows], columns, temperature))
             kept = logits if hidden.shape[0] <= rows else None
         # Each [n]: log of the summed exponentials, the target's logit, the mean logit under the softmax.
         log_sum, chosen, mean = (torch.cat(values) for values in zip(*parts, strict=True))
@@ -66,7 +66,8 @@ class _LinearLogprobs(torch.autograd.Function):
         for start in range(0, max(1, hidden.shape[0]), ctx.rows):
             part = slice(start, start + ctx.rows)
             logits = _logits(hidden[part], weight) if ctx.kept is None else ctx.kept
-            of_logits = _fused(logit_gradient, logits)(
+            of_logits = fused(
+                logit_gradient,
                 logits,
                 local[part],
                 log_sum[part],
@@ -143,7 +144,3 @@ def _product(first: Tensor, second: Tensor) -> Tensor:
     if first.is_cuda and first.dtype != torch.float32:
         return torch.mm(first, second, out_dtype=torch.float32)
     return first.mm(second).float()
-
-
-def _fused(function: Any, tensor: Tensor) -> Any:
-    return compiled(function) if tensor.is_cuda else function

@@ -14,7 +14,7 @@ from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
 from miles.trainer.attention import PackedRuns
-from miles.trainer.compiled import compiled
+from miles.trainer.compiled import fused
 
 
 class FusedSelfAttention(SelfAttention):  # type: ignore[misc]
@@ -41,7 +41,8 @@ class FusedSelfAttention(SelfAttention):  # type: ignore[misc]
         assert packed_seq_params is not None and rotary_pos_emb is not None
         mixed, _ = self.linear_qkv(hidden_states)
         angles = rotary_pos_emb.flatten(1)
-        query, key, value = compiled(cut_norm_rotate)(
+        query, key, value = fused(
+            cut_norm_rotate,
             mixed.view(mixed.shape[0], self.num_query_groups_per_partition, -1, self.hidden_size_per_attention_head),
             angles.cos(),
             angles.sin(),

@@ -23,6 +23,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(300))
 
 
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> Iterator[None]:
+    """torch compiles a function for a few kinds of arguments only; a test has its own."""
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture(scope="session")
 def megatron() -> Iterator[None]:
     """A process group of one with Megatron's parallel state."""
