@@ -10,7 +10,10 @@ session starts in a moment. An error of any rank is raised here; ranks that then
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
+import os
+import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -22,9 +25,10 @@ from miles.trainer.parallel import ParallelSizes
 R = TypeVar("R")
 
 START_TIMEOUT_S = 100.0
-CALL_TIMEOUT_S = 60.0
+CALL_TIMEOUT_S = 40.0
 GRACE_S = 5.0
 """How long the other ranks may go on once one has failed."""
+STACK_WAIT_S = 0.5
 
 
 class RankFailed(Exception):
@@ -80,12 +84,19 @@ class Ranks:
                     deadline = min(deadline, time.monotonic() + GRACE_S)
             if waiting and time.monotonic() >= deadline:
                 self._broken = True
+                self._show_stacks(list(waiting.values()))
                 break
         if failures:
             raise RankFailed("\n".join(f"rank {rank}: {text}" for rank, text in failures.items()))
         if waiting:
             raise TimeoutError(f"ranks {sorted(waiting.values())} did not answer within {timeout_s} s")
         return [results[rank] for rank in sorted(results)]
+
+    def _show_stacks(self, hanging: list[int]) -> None:
+        """Let ranks that do not answer write to stderr where they are."""
+        for rank in hanging:
+            os.kill(self.pids[rank], signal.SIGUSR1)
+        wait([self._pipes[rank] for rank in hanging], STACK_WAIT_S)
 
     def end(self) -> None:
         """End all processes."""
@@ -137,6 +148,7 @@ def _serve(rank: int, count: int, pipe: Connection) -> None:
     from tests.support import rank_imports
 
     rank_imports.quiet()
+    faulthandler.register(signal.SIGUSR1)
     rendezvous = ""
     store = None
     try:
