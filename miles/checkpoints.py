@@ -18,7 +18,7 @@ import anyio
 import structlog
 from anyio.abc import TaskGroup, TaskStatus
 
-from controllers.errors import ActorDied, ConfigError
+from controllers.errors import ActorDied, ConfigError, WaitTimeout
 from miles.trainer.folders import remove_leftovers, remove_whole
 from miles.trainer.protocol import Trainer
 
@@ -131,10 +131,10 @@ class Checkpoints:
                 await anyio.to_thread.run_sync(remove_leftovers, self._folder)
                 try:
                     await trainer.save(target, on_copied)
-                except ActorDied as error:
+                except (ActorDied, WaitTimeout) as error:
                     if not copied:
                         raise
-                    # Whether a dead rank ends the run is for the next step to say; the checkpoint before this one is
+                    # Whether lost ranks end the run is for the next step to say; the checkpoint before this one is
                     # whole, and the next one due will be.
                     log.warning("checkpoint_lost", step=step, error=str(error))
                     return

@@ -8,7 +8,7 @@ from typing import cast
 import anyio
 import pytest
 
-from controllers.errors import ActorDied, CheckpointFailed, ConfigError
+from controllers.errors import ActorDied, CheckpointFailed, ConfigError, WaitTimeout
 from miles.checkpoints import Checkpoints, KeepRule, checkpoint_folder, saved_steps, swept
 from miles.trainer.protocol import Trainer
 
@@ -100,11 +100,12 @@ async def test_a_failure_reaches_whoever_waits_for_it(tmp_path: Path) -> None:
     assert raised.group_contains(CheckpointFailed)
 
 
-async def test_ranks_that_die_while_they_write_lose_that_checkpoint_only(tmp_path: Path) -> None:
+@pytest.mark.parametrize("loss", [ActorDied("trainer-1 died"), WaitTimeout("no answer", waited_for="trainer-1")])
+async def test_ranks_that_are_lost_while_they_write_lose_that_checkpoint_only(tmp_path: Path, loss: Exception) -> None:
     """Whether the run can go on is for the next step to find out."""
     made(tmp_path, 1)
     (tmp_path / ".step-000002.abcd1234.tmp").mkdir()
-    dying, whole = GatedTrainer(failure=ActorDied("trainer-1 died")), list[int]()
+    dying, whole = GatedTrainer(failure=loss), list[int]()
     healthy = GatedTrainer()
     healthy.gate.set()
     async with anyio.create_task_group() as tasks:
