@@ -74,7 +74,10 @@ def running_on_cpu() -> Iterator[None]:
     """
     import torch
     from megatron.core.pipeline_parallel import schedules
+    from megatron.core.tensor_parallel import mappings
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    from miles.trainer import uneven_collectives
 
     if torch.cuda.is_available():
         yield
@@ -84,6 +87,10 @@ def running_on_cpu() -> Iterator[None]:
         mock.patch.object(torch.cuda, "synchronize", lambda *_args, **_kwargs: None),
         mock.patch.object(CudaRNGStatesTracker, "fork", lambda *_args, **_kwargs: nullcontext()),
         mock.patch.object(schedules, "torch", _TorchOnCpu()),
+        mock.patch.object(mappings, "_gather_along_first_dim", uneven_collectives.gather_along_first_dim),
+        mock.patch.object(
+            mappings, "_reduce_scatter_along_first_dim", uneven_collectives.reduce_scatter_along_first_dim
+        ),
     ):
         yield
 
