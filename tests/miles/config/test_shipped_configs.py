@@ -1,4 +1,4 @@
-"""Every file under configs/ loads, and the quickstart says what the README promises of it."""
+"""Every file under configs/ and examples/ loads, and the quickstart says what the README promises of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from miles.config import load_config
 
 ROOT = Path(__file__).parents[3]
-FILES = sorted((ROOT / "configs").glob("*.yaml"))
+FILES = sorted([*(ROOT / "configs").glob("*.yaml"), *(ROOT / "examples").glob("*.yaml")])
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
