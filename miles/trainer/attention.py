@@ -16,6 +16,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from miles.trainer.context_parallel import attend_own_chunks
+
 
 @dataclass
 class PackedRuns(PackedSeqParams):  # type: ignore[misc]
@@ -44,6 +46,18 @@ def pack_params(lengths: list[int], device: torch.device) -> PackedRuns:
     )
 
 
+def _last_queries(count: int, queries: int, keys: int, device: torch.device) -> PackedRuns:
+    """Parameters for `count` sequences of which only the last `queries` of `keys` tokens ask."""
+    steps = torch.arange(count + 1, dtype=torch.int32, device=device)
+    return PackedRuns(
+        qkv_format="thd",
+        cu_seqlens_q=steps * queries,
+        cu_seqlens_kv=steps * keys,
+        max_seqlen_q=queries,
+        max_seqlen_kv=keys,
+    )
+
+
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -62,9 +76,10 @@ class SdpaCoreAttention(MegatronModule):  # type: ignore[misc]
         pg_collection: Any = None,
     ) -> None:
         super().__init__(config=config)
-        if config.context_parallel_size != 1 or config.window_size is not None:
-            raise ValueError("neither context parallelism nor sliding windows are supported")
+        if config.window_size is not None:
+            raise ValueError("sliding windows are not supported")
         self.softmax_scale = softmax_scale
+        self._cp_group = None if pg_collection is None else pg_collection.cp
 
     def forward(
         self,
@@ -79,6 +94,11 @@ class SdpaCoreAttention(MegatronModule):  # type: ignore[misc]
         """`thd`: q [t, heads, d], k/v [t, groups, d] -> [t, heads * d]. `sbhd`: the same with [s, b, ...]."""
         if attention_bias is not None or attention_mask is not None:
             raise ValueError("only causal masks are supported")
+        if self._cp_group is not None and self._cp_group.size() > 1:
+            if packed_seq_params is None:
+                raise ValueError("context parallelism is for packed sequences")
+            runs = packed_seq_params.runs
+            return attend_own_chunks(query, key, value, runs, self._cp_group, self._attend_last).flatten(1)
         if packed_seq_params is None:
             out = self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value))).permute(2, 0, 1, 3)
             return out.reshape(*out.shape[:2], -1)
@@ -98,6 +118,21 @@ class SdpaCoreAttention(MegatronModule):  # type: ignore[misc]
         return F.scaled_dot_product_attention(
             query, key, value, is_causal=True, enable_gqa=grouped, scale=self.softmax_scale
         )
+
+    def _attend_last(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Of queries that are the last tokens of their keys: [b, s, heads, d], [b, k, groups, d] twice -> the first."""
+        count, length, keys = query.shape[0], query.shape[1], key.shape[1]
+        if query.is_cuda and query.dtype in FLASH_DTYPES:
+            packed = _last_queries(count, length, keys, query.device)
+            flat = self._attend_packed(query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), packed)
+            return flat.view(query.shape)
+        mask = torch.ones(length, keys, dtype=torch.bool, device=query.device).tril(keys - length)
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        grouped = query.shape[1] != key.shape[1]
+        out = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, enable_gqa=grouped, scale=self.softmax_scale
+        )
+        return out.transpose(1, 2)
 
     def _attend_packed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRuns) -> Tensor:
         """[t, heads, d], [t, groups, d] twice -> [t, heads, d]. The public `varlen_attn` of torch changes its

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from miles.algorithms.tokens import TokenLoss, TrainedTokens
+from miles.trainer.context_parallel import spread
 from miles.trainer.fused_logprobs import linear_logprobs
 from miles.trainer.kept_tokens import kept_logprobs
 from miles.trainer.packing import MicroBatch
@@ -24,17 +25,22 @@ Loss = Callable[[TrainedTokens], TokenLoss]
 class TokenLogprobs:
     """Log-probabilities and entropies of a micro-batch's trained tokens."""
 
-    def __init__(self, vocab: int, temperature: float, tp_group: Any) -> None:
+    def __init__(self, vocab: int, temperature: float, tp_group: Any, cp_group: Any = None) -> None:
         self._vocab = vocab
         self._temperature = temperature
         self._tp_group = tp_group
+        self._cp_group = cp_group
 
     def __call__(self, micro: MicroBatch, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Both [n] in fp32, differentiable in hidden [n, h] and weight [vocab / tp, h]."""
+        """Both [n] in fp32, differentiable in hidden [n, h] and weight [vocab / tp, h].
+
+        Under context parallelism `hidden` are those that this rank holds; the answer is that of all.
+        """
+        targets = micro.targets if micro.held is None else micro.targets.index_select(0, micro.held)
         logprobs, entropy = linear_logprobs(
             hidden,
             weight,
-            micro.targets,
+            targets,
             vocab=self._vocab,
             temperature=self._temperature,
             tp_group=self._tp_group,
@@ -43,12 +49,15 @@ class TokenLogprobs:
             logprobs = kept_logprobs(
                 hidden,
                 weight,
-                micro.targets,
+                targets,
                 logprobs,
                 micro.kept,
                 temperature=self._temperature,
                 tp_group=self._tp_group,
             )
+        if micro.held is not None:
+            both = torch.stack((logprobs, entropy), 1)
+            logprobs, entropy = spread(both, micro.held, len(micro.targets), self._cp_group).unbind(1)
         return logprobs, entropy
 
 

@@ -34,6 +34,13 @@ class KeptRows:
     recorded: Tensor
     """[n] bool: whether there is a set."""
 
+    def of(self, tokens: Tensor) -> KeptRows:
+        """Those of some of the n trained tokens only, in ascending order."""
+        place = torch.full_like(self.recorded, -1, dtype=torch.int64)
+        place[tokens] = torch.arange(len(tokens), device=tokens.device)
+        rows = place[self.rows]
+        return KeptRows(rows[rows >= 0], self.ids[rows >= 0], self.recorded[tokens])
+
 
 def kept_rows(sequences: Sequence[TokenSequence], device: torch.device | str = "cpu") -> KeptRows | None:
     """The kept sets of the sequences' trained tokens, in order; None where no sequence has any."""

@@ -73,6 +73,7 @@ class Learner:
         self._checkpoint_writer = CheckpointWriter(options.call_timeout_s)
         self._objective = Objective(options.algorithm)
         self._tp_group = parallel_state.get_tensor_model_parallel_group()
+        self._cp_group = parallel_state.get_context_parallel_group()
 
     def step(self, batch: Batch) -> StepStats:
         """One RL step. Counts as a step also where it changed nothing: see `_update`.
@@ -190,7 +191,7 @@ class Learner:
         return score(self.wrapped, sequences, micros, logprobs)
 
     def _token_logprobs(self, temperature: float) -> TokenLogprobs:
-        return TokenLogprobs(self.arch.vocab, temperature, self._tp_group)
+        return TokenLogprobs(self.arch.vocab, temperature, self._tp_group, self._cp_group)
 
     @property
     def _uses_reference(self) -> bool:

@@ -6,6 +6,7 @@ sequence lands in never changes the gradient: each trained token carries its wei
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, compress
@@ -16,8 +17,9 @@ from torch import Tensor
 
 from miles.trainer.attention import PackedRuns, pack_params
 from miles.trainer.balance import balanced
+from miles.trainer.context_parallel import own_tokens
 from miles.trainer.kept_tokens import KeptRows, kept_rows
-from miles.trainer.parallel import Place
+from miles.trainer.parallel import ParallelSizes, Place
 from miles.trainer.routing_replay import recorded_experts
 from miles.trainer.sequences import TokenSequence
 
@@ -32,7 +34,8 @@ class MicroBatch:
     """t input tokens of several sequences; n of their positions predict a token that is trained.
 
     `indices` are the positions of its sequences in the list that was packed, in packed order; trained tokens follow
-    that order too. t is padded, by a sequence of its own that nothing is read from.
+    that order too. t is padded, by a sequence of its own that nothing is read from. Under context parallelism t counts
+    what this rank holds of the sequences, each padded at its end; what has n entries is that of whole sequences.
     """
 
     indices: tuple[int, ...]
@@ -45,7 +48,9 @@ class MicroBatch:
     """[1, t]"""
     packed: PackedRuns
     rows: Tensor
-    """[n]: the position, among t, whose logits predict each trained token."""
+    """[n], or [held]: the position, among t, whose logits predict each trained token."""
+    held: Tensor | None
+    """The trained tokens, among n, that this context-parallel rank predicts; None: all of them."""
     targets: Tensor
     """[n]"""
     behaviour: Tensor
@@ -63,7 +68,7 @@ class MicroBatch:
     reference: Tensor | None
     """[n] logprobs of the reference model, where they were computed."""
     kept: KeptRows | None
-    """The tokens that each trained one was drawn from, where not from the whole vocabulary."""
+    """The tokens that each trained one, of those held, was drawn from, where not from the whole vocabulary."""
 
     @property
     def is_filler(self) -> bool:
@@ -79,29 +84,44 @@ def pack(
 ) -> list[MicroBatch]:
     """The micro-batches of the rank at `place`, as many as every other rank has; none without sequences.
 
-    `token_budget` counts input tokens. All ranks must pass the same sequences.
+    `token_budget` counts input tokens of one rank. All ranks must pass the same sequences.
     """
-    plan = balanced([sequence.length for sequence in sequences], place.sizes.data, token_budget)
-    multiple = place.sizes.tensor if place.sizes.sequence else 1
-    return [micro_batch(sequences, indices, multiple, torch.device(device)) for indices in plan[place.data]]
+    sizes = place.sizes
+    lengths = [_padded(sequence.length, sizes) for sequence in sequences]
+    plan = balanced(lengths, sizes.data, token_budget * sizes.context)
+    return [micro_batch(sequences, indices, place, torch.device(device)) for indices in plan[place.data]]
 
 
 def micro_batch(
-    sequences: Sequence[TokenSequence], indices: Sequence[int], multiple: int, device: torch.device
+    sequences: Sequence[TokenSequence], indices: Sequence[int], place: Place, device: torch.device
 ) -> MicroBatch:
-    """The chosen sequences end to end, padded to a multiple of so many tokens."""
+    """The chosen sequences end to end, padded so that the ranks can share them."""
     chosen = [sequences[index] for index in indices] or [FILLER]
-    inputs: list[int] = []
-    rows: list[int] = []
-    for sequence in chosen:
-        first = len(inputs) + len(sequence.prompt_ids) - 1
-        rows.extend(compress(range(first, first + len(sequence.response_ids)), _mask(sequence)))
-        inputs.extend(sequence.prompt_ids)
-        inputs.extend(sequence.response_ids[:-1])
     lengths = tuple(sequence.length for sequence in chosen)
-    padding = -len(inputs) % multiple
-    runs = [*lengths, padding] if padding else list(lengths)
+    runs = [_padded(length, place.sizes) for length in lengths]
+    padding = -sum(runs) % _multiple(place.sizes)
+    starts = [0, *accumulate(runs)][:-1]
+    if padding:
+        runs.append(padding)
+    inputs = [0] * sum(runs)
+    rows: list[int] = []
+    for sequence, start in zip(chosen, starts, strict=True):
+        prompt = len(sequence.prompt_ids)
+        inputs[start : start + sequence.length] = [*sequence.prompt_ids, *sequence.response_ids[:-1]]
+        first = start + prompt - 1
+        rows.extend(compress(range(first, first + len(sequence.response_ids)), _mask(sequence)))
     positions = [position for length in runs for position in range(length)]
+    routing = recorded_experts([sequence.routing for sequence in chosen], starts, len(inputs))
+    kept = kept_rows(chosen, device)
+    held: list[int] | None = None
+    if place.sizes.context > 1:
+        own = own_tokens(runs, place.sizes.context, place.context)
+        inputs, positions = [inputs[at] for at in own], [positions[at] for at in own]
+        routing = None if routing is None else routing[own]
+        local = {at: index for index, at in enumerate(own)}
+        held = [token for token, at in enumerate(rows) if at in local]
+        rows = [local[rows[token]] for token in held]
+        kept = None if kept is None else kept.of(torch.tensor(held, dtype=torch.int64, device=device))
     staleness = [age for one in chosen for age in _trained(one, one.staleness or _zeros(one))]
     reference = [value for one in chosen for value in _trained(one, one.reference or ())]
 
@@ -114,10 +134,11 @@ def micro_batch(
     return MicroBatch(
         indices=tuple(indices),
         lengths=lengths,
-        input_ids=integers(inputs + [0] * padding)[None],
+        input_ids=integers(inputs)[None],
         position_ids=integers(positions)[None],
-        packed=_packed(chosen, runs, len(positions), device),
+        packed=_packed(runs, routing, device),
         rows=integers(rows),
+        held=None if held is None else integers(held),
         targets=integers([token for one in chosen for token in _trained(one, one.response_ids)]),
         behaviour=numbers([value for one in chosen for value in _trained(one, one.behaviour or _zeros(one))]),
         advantages=numbers([value for one in chosen for value in _trained(one, one.advantages or _zeros(one))]),
@@ -126,14 +147,23 @@ def micro_batch(
         ages=tuple(sorted(set(staleness))),
         sequence=integers([position for position, one in enumerate(chosen) for _ in range(one.trained)]),
         reference=numbers(reference) if reference else None,
-        kept=kept_rows(chosen, device),
+        kept=kept,
     )
 
 
-def _packed(sequences: Sequence[TokenSequence], runs: list[int], tokens: int, device: torch.device) -> PackedRuns:
+def _padded(length: int, sizes: ParallelSizes) -> int:
+    """Under context parallelism each rank holds two chunks of every sequence, all of one length."""
+    return length + -length % (2 * sizes.context) if sizes.context > 1 else length
+
+
+def _multiple(sizes: ParallelSizes) -> int:
+    """What the number of tokens must be a multiple of, over the context-parallel ranks together."""
+    shares = sizes.tensor if sizes.sequence else 1
+    return sizes.context * math.lcm(2, shares) if sizes.context > 1 else shares
+
+
+def _packed(runs: list[int], routing: Tensor | None, device: torch.device) -> PackedRuns:
     packed = pack_params(runs, device)
-    starts = [0, *accumulate(sequence.length for sequence in sequences)][:-1]
-    routing = recorded_experts([sequence.routing for sequence in sequences], starts, tokens)
     packed.routing = None if routing is None else routing.to(device)
     return packed
 

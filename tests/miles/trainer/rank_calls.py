@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from executors.trajectory import Batch
-from miles.trainer import gradients
+from miles.trainer import forward_backward as forward_backward_module
+from miles.trainer import gradients, optimizer
 from miles.trainer.forward_backward import forward_only
 from miles.trainer.heads import TokenLogprobs, TrainingHead
 from miles.trainer.learner import Learner
 from miles.trainer.options import TrainerOptions
 from miles.trainer.packing import MicroBatch, pack
+from miles.trainer.sequences import TokenSequence
 from miles.trainer.weights import gather
 
 Boxes = list[tuple[str, tuple[tuple[int, int], ...], Tensor]]
@@ -77,8 +78,8 @@ def run_without_pad_mask(options: TrainerOptions, batches: Sequence[Batch]) -> R
     """Control: padding columns of the vocabulary take part in the softmax."""
     init = TokenLogprobs.__init__
 
-    def with_padding(self: TokenLogprobs, vocab: int, temperature: float, tp_group: Any) -> None:
-        init(self, vocab + vocab % tp_group.size(), temperature, tp_group)
+    def with_padding(self: TokenLogprobs, vocab: int, *rest: Any) -> None:
+        init(self, vocab + vocab % options.parallel.tensor, *rest)
 
     return _with(TokenLogprobs, "__init__", with_padding, options, batches)
 
@@ -95,6 +96,33 @@ def run_without_sequence_marks(options: TrainerOptions, batches: Sequence[Batch]
     return _with(gradients, "finalize", unmarked, options, batches)
 
 
+def run_with_averaging_schedule(options: TrainerOptions, batches: Sequence[Batch]) -> RankRun:
+    """Control: the pipeline schedule divides the loss by the number of micro-batches, as it does unless told not to."""
+    schedule = forward_backward_module._schedule
+
+    def averaging(model: Any, *args: Any, **kwargs: Any) -> None:
+        model.config.calculate_per_token_loss = False
+        schedule(model, *args, **kwargs)
+
+    return _with(forward_backward_module, "_schedule", averaging, options, batches)
+
+
+def run_counting_every_parameter(options: TrainerOptions, batches: Sequence[Batch]) -> RankRun:
+    """Control: replicas and the second copy of a tied embedding enter the gradient norm too."""
+    return _with(optimizer, "_counts_in_norm", lambda *_args: True, options, batches)
+
+
+def run_without_expert_norm(options: TrainerOptions, batches: Sequence[Batch]) -> RankRun:
+    """Control: the gradient norm is summed over ranks as if no experts lay on others."""
+    init = optimizer.PortableFP32Optimizer.__init__
+
+    def blind(self: optimizer.PortableFP32Optimizer, *args: Any) -> None:
+        init(self, *args)
+        self._experts = False
+
+    return _with(optimizer.PortableFP32Optimizer, "__init__", blind, options, batches)
+
+
 def _with(owner: Any, name: str, value: Callable[..., Any], options: TrainerOptions, batches: Any) -> RankRun:
     kept = getattr(owner, name)
     setattr(owner, name, value)
@@ -105,8 +133,6 @@ def _with(owner: Any, name: str, value: Callable[..., Any], options: TrainerOpti
 
 
 def _logits(learner: Learner, pairs: Sequence[Any]) -> list[tuple[tuple[int, ...], Tensor]]:
-    from miles.trainer.sequences import TokenSequence
-
     found = []
 
     def head(micro: MicroBatch, hidden: Tensor, weight: Tensor) -> Tensor:
@@ -117,8 +143,3 @@ def _logits(learner: Learner, pairs: Sequence[Any]) -> list[tuple[tuple[int, ...
     micros = pack(sequences, learner.options.micro_batch_tokens, learner.place)
     forward_only(learner.wrapped, micros, head)
     return found
-
-
-def write_checkpoint(options: TrainerOptions, folder: Path) -> None:
-    """Save a fresh learner."""
-    Learner(options).save(folder)
