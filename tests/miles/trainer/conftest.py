@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from miles.trainer.cpu_compat import import_megatron
+from tests.support.ranks import Ranks, ranks
 
 import_megatron()
 
@@ -25,3 +26,18 @@ def megatron() -> Iterator[None]:
     join_alone(threads=1)
     yield
     leave()
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Ranks]:
+    """Two processes joined by gloo."""
+    with ranks(2) as group:
+        yield group
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> object:
+    """Model folders and plain runs: `tests.miles.trainer.parallel_checks.Models`."""
+    from tests.miles.trainer.parallel_checks import Models
+
+    return Models(tmp_path_factory.mktemp("models"))

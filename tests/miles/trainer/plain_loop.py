@@ -41,14 +41,15 @@ def response_logprobs(model: Any, member: Trajectory) -> Tensor:
 
 
 def grpo_loss(model: Any, batch: Batch) -> Tensor:
-    """Clipped to [0.8, 1.28], mean over tokens, advantages (R - mean) / (std + 0.1)."""
+    """Clipped to [0.8, 1.28], mean over trained tokens, advantages (R - mean) / (std + 0.1)."""
     losses = []
     for group in batch.groups:
         rewards = [member.reward or 0.0 for member in group.trajectories]
         for member, reward in zip(group.trajectories, rewards, strict=True):
             advantage = (reward - fmean(rewards)) / (pstdev(rewards) + 0.1)
             ratio = (response_logprobs(model, member) - torch.tensor(member.logprobs)).exp()
-            losses.append(-torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage))
+            loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+            losses.append(loss if member.mask is None else loss[torch.tensor(member.mask)])
     return torch.cat(losses).mean()
 
 
