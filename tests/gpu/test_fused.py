@@ -58,7 +58,7 @@ def test_attention_over_packed_sequences_is_each_sequences_own() -> None:
     )
     attention = SdpaCoreAttention.__new__(SdpaCoreAttention)
     torch.nn.Module.__init__(attention)
-    attention.softmax_scale = None
+    attention.softmax_scale = attention._cp_group = None
     packed = pack_params(lengths, torch.device("cuda"))
     found = attention(query, key, value, None, packed_seq_params=packed)
     upstream = torch.randn_like(found)
