@@ -38,6 +38,8 @@ R = TypeVar("R")
 log = structlog.get_logger(__name__)
 
 BATCHES_FOLDER = "batches"
+SAVE_MARGIN_S = 20.0
+"""How much longer than the ranks themselves the driver waits for a checkpoint: theirs is the better error."""
 
 
 class MegatronTrainer:
@@ -142,10 +144,26 @@ class MegatronTrainer:
             return await self._on_ranks("run_function", function, args, kwargs, again=False)
 
     async def save(self, folder: Path, on_copied: Callable[[], None] = lambda: None) -> None:
-        """Write a checkpoint that is whole or absent. Raises ConfigError when something else lies there."""
-        async with self._turn:
-            await self._on_ranks("save", _absolute(folder))
-            await self._standing.saved(_absolute(folder))
+        """Write a checkpoint that is whole or absent; calls `on_copied` once other calls may be made.
+
+        Raises ConfigError when something else lies there, CheckpointFailed when it cannot be written, ActorDied when
+        ranks are lost while they write it and training has gone on meanwhile.
+        """
+        target = _absolute(folder)
+        while True:
+            async with self._turn:
+                group, _ = await self._called("begin_save", target)
+                self._standing.saving(target)
+                updates = self._standing.updates
+            on_copied()
+            try:
+                await group.call("finish_save", timeout_s=self._options.call_timeout_s + SAVE_MARGIN_S, beside=True)
+            except (InfrastructureError, WaitTimeout) as error:
+                if error is not group.loss or self._standing.updates != updates:
+                    raise
+            else:
+                await self._standing.confirm()
+                return
 
     async def load(self, folder: Path) -> None:
         """Restore what `save` wrote."""
@@ -160,10 +178,15 @@ class MegatronTrainer:
 
     async def _on_ranks(self, method: str, *args: Any, again: bool = True) -> list[Any]:
         """Call a method on every rank, in one's turn; results in rank order. Made `again` on new ranks."""
+        _, results = await self._called(method, *args, again=again)
+        return results
+
+    async def _called(self, method: str, *args: Any, again: bool = True) -> tuple[RankGroup, list[Any]]:
+        """The same, and the group that answered."""
         while True:
             group = await self._working_group()
             try:
-                return await group.call(method, *args, timeout_s=self._options.call_timeout_s)
+                return group, await group.call(method, *args, timeout_s=self._options.call_timeout_s)
             except (InfrastructureError, WaitTimeout) as error:
                 if error is not group.loss or not again:
                     raise
@@ -221,8 +244,9 @@ class MegatronTrainer:
 
     def _lost(self, reason: MilesError) -> None:
         """Called once by a group that is lost, before anybody who waits for it goes on."""
-        log.warning("trainer_lost", incarnation=self._incarnation, step=self._steps_done, reason=str(reason))
-        self._on_event(TrainerLost(self._incarnation, self._steps_done, str(reason)))
+        event = TrainerLost(self._incarnation, self._steps_done, str(reason).partition("\n")[0])
+        log.warning("trainer_lost", incarnation=event.incarnation, step=event.step, reason=event.reason)
+        self._on_event(event)
         self._last_loss = reason
         self._incarnation += 1
 

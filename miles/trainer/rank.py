@@ -102,9 +102,13 @@ class TrainerRank:
         """Logprobs of response tokens."""
         return self._learner.logprobs(sequences)
 
-    def save(self, folder: Path) -> None:
-        """Write a checkpoint."""
-        self._learner.save(folder)
+    def begin_save(self, folder: Path) -> None:
+        """Copy what a checkpoint holds; a thread begins to write it."""
+        self._learner.begin_save(folder)
+
+    def finish_save(self) -> None:
+        """Return once the checkpoint begun last is in its place. In a thread of its own, beside other calls."""
+        self._learner.finish_save()
 
     def load(self, folder: Path) -> int:
         """Restore a checkpoint; the number of RL steps done."""

@@ -21,11 +21,12 @@ SETTLE_S = 10.0
 """Once a rank has raised an error of its own, how long the others may take to answer. A rank whose peer died often
 fails in their collective before the news of the death is here."""
 
-_WATCH = "watch"
+_WATCH, _SIDE = "watch", "side"
 
 
 class RankGroup:
-    """Made by `start`. Calls come one at a time, so collectives start in the same order on every rank.
+    """Made by `start`. Calls come one at a time (those `beside` among themselves), so that collectives start in the
+    same order on every rank.
 
     `on_lost(reason)` is called once, when the group is lost, before any call that waits for it returns.
     """
@@ -51,7 +52,7 @@ class RankGroup:
         gpus = 1.0 if options.device == "cuda" else 0.0
         try:
             for rank in range(options.world_size):
-                placement = ActorOptions(f"{name}-{rank}", num_gpus=gpus, threads={_WATCH: 1})
+                placement = ActorOptions(f"{name}-{rank}", num_gpus=gpus, threads={_WATCH: 1, _SIDE: 1})
                 group._ranks.append(start(TrainerRank, options, rank, options=placement))
         except BaseException:
             group.end()
@@ -66,15 +67,17 @@ class RankGroup:
         (rendezvous,) = await self._call(self._ranks[:1], "rendezvous", (), timeout_s)
         await self.call("open", rendezvous, timeout_s=timeout_s)
 
-    async def call(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
-        """Call a method on every rank at once; results in rank order.
+    async def call(self, method: str, *args: Any, timeout_s: float, beside: bool = False) -> list[Any]:
+        """Call a method on every rank at once; results in rank order. `beside` others, it runs in the side thread.
 
         Raises `loss` when the group is or gets lost (ActorDied, or WaitTimeout after `timeout_s`), else the error of
         the lowest rank that raised one. When others have not answered `SETTLE_S` after it, that loses the group too.
         """
-        return await self._call(self._ranks, method, args, timeout_s)
+        return await self._call(self._ranks, method, args, timeout_s, _SIDE if beside else None)
 
-    async def _call(self, ranks: list[RemoteActor], method: str, args: tuple[Any, ...], timeout_s: float) -> list[Any]:
+    async def _call(
+        self, ranks: list[RemoteActor], method: str, args: tuple[Any, ...], timeout_s: float, thread: str | None = None
+    ) -> list[Any]:
         if self.loss is not None:
             raise self.loss
         results: list[Any] = [None] * len(ranks)
@@ -83,7 +86,7 @@ class RankGroup:
 
         async def call_rank(index: int, actor: RemoteActor) -> None:
             try:
-                results[index] = await actor.call(method, *args, timeout_s=timeout_s)
+                results[index] = await actor.call(method, *args, timeout_s=timeout_s, thread=thread)
             except Exception as error:  # noqa: BLE001 - kept and raised below: the others may wait for this rank
                 if isinstance(error, ActorDied | WaitTimeout) or type(error) is InfrastructureError:
                     self.lose(error)

@@ -30,37 +30,39 @@ class Standing:
         self._checkpoint: tuple[Path, int] | None = None
         self._since: list[int | WarmupStep] = []
         self._unconfirmed: tuple[Path, int, int] | None = None
+        self.updates = 0
+        """How many updates there have been; loading counts as one."""
 
     async def about_to_step(self, batch: Batch) -> None:
         """Log a batch before its step runs."""
-        await self._confirm()
+        await self.confirm()
         if self._batches is not None:
             await self._batches.add(batch)
 
     def stepped(self, step: int) -> None:
         """The step of the batch logged last is done."""
         self._step = step
-        self._since.append(step)
+        self._add(step)
 
     def warmed_up(self, examples: list[Example], lr: float) -> None:
         """A warm-up step is done."""
-        self._since.append((examples, lr))
+        self._add((examples, lr))
 
-    async def saved(self, folder: Path) -> None:
-        """A checkpoint of this moment was asked for. It counts once `folder` is there: it may be written meanwhile."""
+    def saving(self, folder: Path) -> None:
+        """A checkpoint of this moment is being written. It counts once it is whole, that is, once `folder` is there."""
         self._unconfirmed = (folder, self._step, len(self._since))
-        await self._confirm()
 
     def loaded(self, folder: Path, step: int) -> None:
         """Training goes on from this checkpoint."""
         self._checkpoint, self._step, self._since, self._unconfirmed = (folder, step), step, [], None
+        self.updates += 1
 
     async def restore(self, group: RankGroup, timeout_s: float) -> int:
         """Bring fresh ranks to where training stands; the number of updates that were repeated.
 
         `timeout_s` is for each call. Raises ActorDied for a step that was not logged, or what the ranks raise.
         """
-        await self._confirm()
+        await self.confirm()
         if self._checkpoint is not None:
             folder, expected = self._checkpoint
             found = (await group.call("load", folder, timeout_s=timeout_s))[0]
@@ -73,12 +75,7 @@ class Standing:
                 await group.call("warmup_step", *update, timeout_s=timeout_s)
         return len(self._since)
 
-    async def _logged(self, step: int) -> Batch:
-        if self._batches is None:
-            raise ActorDied(f"step {step} cannot be trained again on new ranks: its batch was not kept on disk")
-        return await self._batches.read(step)
-
-    async def _confirm(self) -> None:
+    async def confirm(self) -> None:
         """Take over a checkpoint that is whole by now."""
         if self._unconfirmed is None:
             return
@@ -89,3 +86,12 @@ class Standing:
         del self._since[:updates]
         if self._batches is not None:
             await self._batches.covered(step)
+
+    def _add(self, update: int | WarmupStep) -> None:
+        self._since.append(update)
+        self.updates += 1
+
+    async def _logged(self, step: int) -> Batch:
+        if self._batches is None:
+            raise ActorDied(f"step {step} cannot be trained again on new ranks: its batch was not kept on disk")
+        return await self._batches.read(step)

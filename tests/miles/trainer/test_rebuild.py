@@ -24,6 +24,7 @@ from tests.miles.trainer.tiny import random_batch
 from tests.miles.trainer.toy_ranks import (
     die_in_step,
     fail_before_the_news,
+    hold_writing,
     pid_of,
     plugins_of,
     start_toy,
@@ -155,6 +156,52 @@ async def test_the_budget_ends(tmp_path: Path) -> None:
             await trainer.on_each_rank(state_of)
         assert trainer.steps_done == 2
         assert [type(event) for event in watched.events] == [TrainerLost, TrainerRebuilt, TrainerLost]
+
+
+async def test_a_checkpoint_counts_when_it_is_whole(tmp_path: Path) -> None:
+    """Lost while they write, with training gone on: the checkpoint is not there, and every batch since still is.
+
+    Fails when batches are forgotten once a checkpoint was copied.
+    """
+    watched = Watched(folder=tmp_path)
+    target = tmp_path / "checkpoints" / "step-2"
+    async with watched.trainer as trainer:
+        await learn(trainer, 1, 2)
+        pids = await trainer.on_each_rank(pid_of)
+        await trainer.on_each_rank(hold_writing, True)
+        copied = anyio.Event()
+
+        async def lost_save() -> None:
+            with pytest.raises(ActorDied):
+                await trainer.save(target, copied.set)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(lost_save)
+            with anyio.fail_after(30):
+                await copied.wait()
+            state = await learn(trainer, 3, 3)  # goes on while it is being written
+            assert not target.exists()
+            os.kill(pids[1], signal.SIGKILL)
+        assert logged_steps(tmp_path / "batches") == [1, 2, 3]
+        assert (await trainer.on_each_rank(state_of))[0] == state
+        assert not target.exists()
+        await trainer.save(target)
+        assert target.exists() and logged_steps(tmp_path / "batches") == []
+
+
+async def test_a_save_that_training_waits_for_is_made_again(tmp_path: Path) -> None:
+    watched = Watched(folder=tmp_path)
+    async with watched.trainer as trainer:
+        await learn(trainer, 1, 1)
+        pids = await trainer.on_each_rank(pid_of)
+        await trainer.on_each_rank(hold_writing, True)
+
+        def kill() -> None:
+            if trainer.incarnation == 1:
+                os.kill(pids[0], signal.SIGKILL)
+
+        await trainer.save(tmp_path / "checkpoint", kill)
+        assert (tmp_path / "checkpoint").exists() and logged_steps(tmp_path / "batches") == []
 
 
 async def test_what_cannot_be_repeated_is_an_error() -> None:

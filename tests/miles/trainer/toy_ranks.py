@@ -34,6 +34,9 @@ class ToyRank:
         self.weights = 1
         self.steps = 0
         self.rendezvous_seen = ""
+        self.copied: tuple[Path, list[int]] = (Path(), [])
+        self.may_write = threading.Event()
+        self.may_write.set()
 
     def watch(self) -> None:
         threading.Event().wait()
@@ -64,10 +67,16 @@ class ToyRank:
     def run_function(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return function(self, *args, **kwargs)
 
-    def save(self, folder: Path) -> None:
+    def begin_save(self, folder: Path) -> None:
+        self.copied = (folder, [self.weights, self.steps])
+
+    def finish_save(self) -> None:
+        self.may_write.wait(60)
+        folder, state = self.copied
         if self.rank == 0:
-            folder.mkdir(parents=True)
-            (folder / "toy.json").write_text(json.dumps([self.weights, self.steps]))
+            folder.with_suffix(".tmp").mkdir(parents=True)
+            (folder.with_suffix(".tmp") / "toy.json").write_text(json.dumps(state))
+            folder.with_suffix(".tmp").rename(folder)
 
     def load(self, folder: Path) -> int:
         self.weights, self.steps = json.loads((folder / "toy.json").read_text())
@@ -126,3 +135,11 @@ def fail_before_the_news(rank: Any, victim: int) -> None:
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
     raise RuntimeError("Connection closed by peer")
+
+
+def hold_writing(rank: Any, hold: bool) -> None:
+    """From now on checkpoints are copied, but not written before this is called with False."""
+    if hold:
+        rank.may_write.clear()
+    else:
+        rank.may_write.set()
