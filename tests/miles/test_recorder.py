@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 
 from controllers.errors import ActorDied
+from controllers.weight_versions import WeightVersion
+from executors.trajectory import Batch
 from miles.config import RunConfig, load_config
 from miles.recorder import RunRecorder
+from miles.trainer.protocol import StepStats
 from tests.chaos.small_run import QUICKSTART
 
 
@@ -63,3 +66,21 @@ def test_a_stop_is_no_failure(tmp_path: Path, stop: type[BaseException]) -> None
         raise stop
     summary = _summary(tmp_path / "run")
     assert summary["status"] == "stopped" and "error" not in summary
+
+
+def test_a_line_waits_for_its_publication_and_no_other(tmp_path: Path) -> None:
+    """Fails when a step that publishes nothing is written only with the next one: a stop would lose it."""
+    batch = Batch((), 1, (1, 0))
+    with RunRecorder(_config(tmp_path / "run", **{"telemetry.plot": False})) as recorder:
+        recorder.trained(batch, StepStats(1, {"reward": 0.5}), {"wait_s": 1.0}, publishes=True)
+        assert _metrics(tmp_path / "run") == []
+        recorder.published(WeightVersion(2, 1, 1, "0"), 0.1, 0.2, 0.3)
+        recorder.trained(batch, StepStats(2, {"reward": 0.25}), {"train_call_s": 2.0})
+        first, second = _metrics(tmp_path / "run")
+    assert (first["weight_version"], first["wait_s"], first["publish_s"]) == (2, 1.0, 0.1)
+    assert (second["weight_version"], second["train_call_s"], second["reward"]) == (None, 2.0, 0.25)
+    assert second["staleness"] == 1 and second["staleness_mean"] == 0.5 and "publish_s" not in second
+
+
+def _metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
