@@ -30,6 +30,9 @@ class FrozenWeights:
     `options` are the trainer's: the folder, the type that parameters have, and deadlines.
     """
 
+    incarnation = 0
+    """The rank is never replaced."""
+
     def __init__(self, options: TrainerOptions) -> None:
         self._options = options
         self._actor: RemoteActor | None = None
@@ -50,6 +53,16 @@ class FrozenWeights:
     ) -> None:
         if self._actor is not None:
             self._actor.kill()
+
+    @property
+    def incarnation(self) -> int:
+        """The same for ever: the process is not replaced."""
+        return 1
+
+    @property
+    def steps_done(self) -> int:
+        """None, since the weights do not change."""
+        return 0
 
     async def on_each_rank(
         self, function: Callable[Concatenate[RankContext, P], R], *args: P.args, **kwargs: P.kwargs
