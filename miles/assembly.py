@@ -32,6 +32,7 @@ from miles.models.presets import write_preset
 from miles.models.tokenizer import Tokenizer, load_tokenizer
 from miles.part_options import (
     algorithm_options,
+    fault_options,
     fleet_options,
     launcher_options,
     ray_options,
@@ -189,7 +190,9 @@ async def _start_trainer(
     options, backend = trainer_options(config, material.model_path), config.trainer.backend
     recorder.stage("starting the trainer")
     if backend == MEGATRON:
-        return await stack.enter_async_context(MegatronTrainer(options))
+        faults = fault_options(config, recorder.path)
+        trainer = MegatronTrainer(options, faults=faults, on_event=recorder.happened)
+        return await stack.enter_async_context(trainer)
     own = open_trainer(backend, options, recorder.path.resolve(), config.trainer.backend_options)
     return await stack.enter_async_context(own)
 

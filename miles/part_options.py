@@ -13,6 +13,7 @@ from miles.config import RunConfig
 from miles.engines.launcher import ANSWER_MARGIN_S, HOST_START_TIMEOUT_S, LauncherOptions
 from miles.models.folder import ModelInfo
 from miles.models.tokenizer import Tokenizer
+from miles.trainer.faults import FaultOptions
 from miles.trainer.options import TrainerOptions
 from miles.weight_sync.options import WeightSyncOptions
 
@@ -90,7 +91,20 @@ def trainer_options(config: RunConfig, model_path: Path) -> TrainerOptions:
         parallel=trainer.parallel_sizes(),
         device=trainer.device,
         recompute=trainer.recompute,
+        skip_grad_norm=trainer.skip_grad_norm,
         call_timeout_s=trainer.call_timeout_s,
+    )
+
+
+def fault_options(config: RunConfig, folder: Path) -> FaultOptions:
+    """Of the trainer's driver, which keeps batches below `folder`."""
+    trainer = config.trainer
+    return FaultOptions(
+        rebuilds=trainer.rebuilds,
+        folder=folder.resolve(),
+        keep_batches=config.debug.dump_batches,
+        bad_steps=trainer.bad_steps,
+        max_bad_steps_in_a_row=trainer.max_bad_steps_in_a_row,
     )
 
 

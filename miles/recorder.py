@@ -100,6 +100,10 @@ class RunRecorder:
         self._summary.add_event(event)
         self._progress.event(event)
 
+    def happened(self, event: Event) -> None:
+        """An event of a part that has no bus."""
+        self.on_event(time.time(), event)
+
     def begin_training(self) -> None:
         """Tokens per second count from here."""
         self._last_time = time.monotonic()

@@ -84,7 +84,20 @@ class TrainerConfig(Section):
     """AdamW and its schedule."""
 
     call_timeout_s: Seconds = 600.0
-    """How long one call of the trainer may take."""
+    """How long one call of the trainer may take; ranks that take longer are replaced, as dead ones are."""
+
+    rebuilds: Count = 3
+    """How often new ranks may take the place of lost ones in a run; they resume where the lost ones stood."""
+
+    bad_steps: Literal["skip", "stop"] = "skip"
+    """A step whose gradient is not finite, or above `skip_grad_norm`, changes no weights and its batch is kept in the
+    run's `bad_batches`: then go on, or stop the run."""
+
+    skip_grad_norm: Annotated[float, Field(gt=0)] | None = None
+    """Gradient norm, before clipping, above which a step is bad; null sets no bound."""
+
+    max_bad_steps_in_a_row: PositiveInt = 5
+    """So many bad steps one after the other stop the run also under `skip`."""
 
     def parallel_sizes(self) -> ParallelSizes:
         """How ranks share the model and the batch. Raises ConfigError for sizes that do not fit one another."""

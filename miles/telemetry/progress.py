@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Literal, Protocol, Self, TextIO
 
-from controllers.events import EngineStateChanged, Event, VersionPublished
+from controllers.events import EngineStateChanged, Event, TrainerLost, TrainerRebuilt, VersionPublished
 
 ProgressMode = Literal["auto", "live", "plain", "off"]
 
@@ -146,6 +146,10 @@ class PlainLines:
         if isinstance(event, EngineStateChanged) and event.state in ("Launching", "Draining", "Failed", "Stopped"):
             reason = f" ({event.reason})" if event.reason else ""
             self._print(f"{event.engine} {event.state.lower()}{reason}; engines: {self._fleet.by_state()}")
+        elif isinstance(event, TrainerLost):
+            self._print(f"trainer lost after step {event.step} ({event.reason}); engines go on")
+        elif isinstance(event, TrainerRebuilt):
+            self._print(f"trainer back at step {event.step}, {event.rebuild_s:.0f} s later")
 
     def step(self, line: StepLine) -> None:
         left = self._eta.after(line.step)

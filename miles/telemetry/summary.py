@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import orjson
 
-from controllers.events import EngineRestarted, Event, VersionPublished
+from controllers.events import EngineRestarted, Event, TrainerRebuilt, VersionPublished
 
 Status = Literal["finished", "stopped", "failed"]
 
@@ -30,6 +30,7 @@ class SummaryBuilder:
         self._version = 0
         self._publications = 0
         self._restarts = 0
+        self._trainer_restarts = 0
         self._tokens = 0
         self._groups = dict.fromkeys(GROUP_COUNTS, 0)
         self._reasons: dict[str, dict[str, int]] = {}
@@ -54,6 +55,8 @@ class SummaryBuilder:
             self._version = event.version.number
         elif isinstance(event, EngineRestarted):
             self._restarts += 1
+        elif isinstance(event, TrainerRebuilt):
+            self._trainer_restarts += 1
 
     def set_tokens_generated(self, tokens: int) -> None:
         """Tokens that engines generated for this run and that were received."""
@@ -85,6 +88,7 @@ class SummaryBuilder:
             "weight_version": self._version,
             "weight_syncs": self._publications,
             "engine_restarts": self._restarts,
+            "trainer_restarts": self._trainer_restarts,
             "staleness_max": self._staleness_max,
             "groups": self._groups,
             "group_reasons": self._reasons,
@@ -128,6 +132,7 @@ def describe(summary: Mapping[str, Any], folder: Path) -> str:
         f"  weights     version {summary['weight_version']}, {summary['weight_syncs']} syncs,"
         f" staleness at most {summary['staleness_max']}",
         f"  engines     {summary['engine_restarts']} restarts",
+        *([f"  trainer     {summary['trainer_restarts']} restarts"] if summary["trainer_restarts"] else []),
         f"  groups      {groups['trained']} trained of {groups['dispatched']},"
         f" {summary['lost']} lost, {summary['duplicated']} duplicated",
         f"  files       {folder}",

@@ -39,13 +39,13 @@ class BadSteps:
         if self._options.folder is not None:
             file = batch_file(self._options.folder.absolute() / "bad_batches", stats.step)
             await anyio.to_thread.run_sync(functools.partial(_keep, file, batch, stats))
-        norm = stats.metrics.get("grad_norm", math.nan)
-        log.warning("bad_step", step=stats.step, grad_norm=norm, in_a_row=self._in_a_row, file=str(file))
+        loss, norm = (stats.metrics.get(name, math.nan) for name in ("loss", "grad_norm"))
+        log.warning("bad_step", step=stats.step, loss=loss, grad_norm=norm, in_a_row=self._in_a_row, file=str(file))
         if self._options.bad_steps == "stop" or self._in_a_row >= self._options.max_bad_steps_in_a_row:
-            row = f", the {self._in_a_row}th in a row" if self._in_a_row > 1 else ""
+            row = f" ({self._in_a_row} such steps in a row)" if self._in_a_row > 1 else ""
             where = "" if file is None else f"; its batch is in {file}"
             raise BadStep(
-                f"step {stats.step} left the weights as they were{row}: gradient norm {norm:g}{where}",
+                f"step {stats.step} left the weights as they were{row}: loss {loss:g}, gradient norm {norm:g}{where}",
                 step=stats.step,
                 file=file,
             )
@@ -53,7 +53,7 @@ class BadSteps:
 
 def is_bad(stats: StepStats) -> bool:
     """Whether the ranks left the update out for its numbers, rather than for want of tokens to train."""
-    return stats.metrics.get("skipped", 0.0) > 0 and stats.metrics.get("tokens", 0.0) > 0
+    return stats.metrics.get("skipped", 0.0) > 0 and stats.metrics.get("tokens_trained", 0.0) > 0
 
 
 def _keep(file: Path, batch: Batch, stats: StepStats) -> None:

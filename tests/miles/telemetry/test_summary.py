@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from controllers.events import EngineRestarted, VersionPublished
+from controllers.events import EngineRestarted, TrainerLost, TrainerRebuilt, VersionPublished
 from controllers.weight_versions import WeightVersion
 from miles.telemetry.summary import SummaryBuilder, describe
 
@@ -28,6 +28,8 @@ def filled(clock: Clock) -> SummaryBuilder:
         builder.add_event(VersionPublished(WeightVersion(step + 1, step, 0, "aa")))
     builder.add_event(EngineRestarted("engine-0", "a", planned=True, restarts=1))
     builder.add_event(EngineRestarted("engine-0", "b", planned=False, restarts=2))
+    builder.add_event(TrainerLost(1, 3, "killed"))
+    builder.add_event(TrainerRebuilt(2, 3, 3, 12.0))
     builder.add_eval(0.2)
     builder.add_eval(0.9)
     builder.set_tokens_generated(1234)
@@ -51,6 +53,7 @@ def test_it_holds_what_the_design_says() -> None:
         "weight_version": 21,
         "weight_syncs": 21,
         "engine_restarts": 2,
+        "trainer_restarts": 1,
         "staleness_max": 2,
         "groups": {
             "dispatched": 8, "trained": 4, "filtered": 1, "dropped": 1, "failed": 1, "buffered": 1, "in_flight": 0,
