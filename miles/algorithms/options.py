@@ -45,7 +45,9 @@ class CorrectionOptions:
     options: Mapping[str, object] = field(default_factory=dict)
     proximal: Proximal = "recomputed"
     """The policy from which the loss measures its ratio: the trainer's before the step, or one between it and the
-    token's own, the nearer to the latter the fewer steps lie between them (A-3PO, arXiv 2512.06547)."""
+    token's own, the nearer to the latter the fewer steps lie between them (A-3PO, arXiv 2512.06547).
+
+    Where a step makes one update, the ratio to the first is 1: the correction alone then bounds what a token does."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ class KlConfig(Section):
     """Part of the loss, or of each token's reward, before advantages are made of it."""
 
     gradient: Literal["reverse_kl", "estimator"] = "reverse_kl"
-    """In the loss: the gradient of KL(policy || reference), or that of the estimator itself (GRPO's is k3's own)."""
+    """In the loss: the gradient of the KL from policy to reference, or that of the estimator (GRPO's is k3's own)."""
 
     @model_validator(mode="after")
     def _k1_has_a_gradient(self) -> KlConfig:
@@ -53,8 +53,9 @@ class CorrectionConfig(Section):
     """Arguments of the correction: `cap` and `level` of `tis`, `low`, `high` and `level` of `mis`, and so on."""
 
     proximal: Literal["recomputed", "interpolated"] = "recomputed"
-    """The policy that the loss measures its ratio from: the trainer's before the step, or one between it and the
-    token's own, the nearer to the latter the fewer steps lie between them."""
+    """The policy that the loss measures its ratio from: the trainer's before the step (the ratio is then 1, since a
+    step is one update), or one between it and the token's own, the nearer to the latter the fewer steps lie between
+    them."""
 
 
 class OverlongConfig(Section):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -83,7 +84,7 @@ def test_dual_clip_bounds_what_a_bad_sample_does() -> None:
 @cases()
 @pytest.mark.parametrize("bounds", [(3e-4, 4e-4), (0.2, 0.28), (1.0, 4.0)])
 def test_gspo_by_token_is_the_papers_objective_of_sequences(tokens: TrainedTokens, bounds: tuple[float, float]) -> None:
-    """Value and gradient. Fails when the ratio is a token's own, is not normalised by length, or keeps its gradient."""
+    """Value and gradient. Fails when the ratio is a token's own, or is not normalised by length."""
     tokens = fresh(tokens)
     old, advantages, owner = array(tokens.behaviour), array(tokens.advantages), tokens.sequence.tolist()
 
@@ -98,6 +99,21 @@ def test_gspo_by_token_is_the_papers_objective_of_sequences(tokens: TrainedToken
     if len(at) < 100:
         expected = references.numeric_gradient(paper, at)
         np.testing.assert_allclose(gradient(weights * result.values, tokens.logprobs), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_gspo_with_an_advantage_of_each_token_moves_each_by_its_own() -> None:
+    """GSPO-token: d loss / d logprob is -s A_t where it is not clipped. Fails when the mean keeps its gradient."""
+    tokens = fresh(CASES["random"])
+    advantages = torch.linspace(-1.0, 1.0, len(tokens.logprobs), dtype=torch.float64)
+    result = gspo(replace(tokens, advantages=advantages), tokens.behaviour, clip=(0.1, 0.1))
+    difference, owner = array(tokens.logprobs) - array(tokens.behaviour), array(tokens.sequence)
+    expected = []
+    for t, advantage in enumerate(advantages.tolist()):
+        score = math.exp(difference[owner == owner[t]].mean())
+        stopped = (score > 1.1 and advantage > 0) or (score < 0.9 and advantage < 0)
+        expected.append(0.0 if stopped else -score * advantage)
+    assert 0 < expected.count(0.0) < len(expected)
+    np.testing.assert_allclose(gradient(result.values, tokens.logprobs), np.array(expected), rtol=1e-10)
 
 
 @cases()

@@ -53,7 +53,7 @@ def config_file(tmp_path: Path) -> Path:
             "correction={name: icepop, options: {level: token}}",
             "algorithm.correction.options.level: unknown key; known: high, low",
         ),
-        ("correction={name: tis, nam: tis}", "unknown key 'algorithm.correction.nam', did you mean 'algorithm.correction.name'?"),
+        ("correction={name: tis, nam: x}", "unknown key 'algorithm.correction.nam', did you mean 'algorithm.correct"),
         ("overlong={buffer: 17}", "algorithm.overlong.buffer: must be at most rollout.max_tokens (16), got 17"),
         ("max_token_staleness=-1", "algorithm.max_token_staleness: must be at least 0, got -1"),
         ("entropy_coefficient=.nan", "algorithm.entropy_coefficient: must be a finite number, got NaN"),
