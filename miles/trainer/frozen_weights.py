@@ -30,9 +30,6 @@ class FrozenWeights:
     `options` are the trainer's: the folder, the type that parameters have, and deadlines.
     """
 
-    incarnation = 0
-    """The rank is never replaced."""
-
     def __init__(self, options: TrainerOptions) -> None:
         self._options = options
         self._actor: RemoteActor | None = None
