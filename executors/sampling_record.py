@@ -36,6 +36,10 @@ class KeptTokens:
         """Response tokens."""
         return len(self.counts) // 4
 
+    def sizes(self) -> Sequence[int]:
+        """How many tokens were kept at each response token; 0 where nothing was recorded."""
+        return array("i", self.counts)
+
 
 @dataclass(frozen=True, slots=True)
 class Routing:
@@ -56,6 +60,10 @@ class Routing:
     def __len__(self) -> int:
         """Input tokens: prompt and response without its last token."""
         return len(self.experts) // (_EXPERT_BYTES * self.width)
+
+    def recorded(self) -> int:
+        """Input tokens whose experts are known."""
+        return sum(first >= 0 for first in array("h", self.experts)[:: self.width])
 
 
 @dataclass(frozen=True, slots=True)

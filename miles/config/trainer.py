@@ -78,7 +78,7 @@ class TrainerConfig(Section):
     """CPU threads of each rank."""
 
     micro_batch_tokens: PositiveInt = 8192
-    """Most tokens packed into one forward pass; how a batch is cut does not change its gradient."""
+    """Most tokens of one rank packed into one forward pass; how a batch is cut does not change its gradient."""
 
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW and its schedule."""

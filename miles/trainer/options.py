@@ -39,7 +39,7 @@ class TrainerOptions:
     skip_grad_norm: float | None = None
     """A step whose gradient norm, before clipping, is above this changes nothing; None skips no finite one."""
     micro_batch_tokens: int = 8192
-    """Token budget of one packed micro-batch; a longer sequence gets a micro-batch of its own."""
+    """Token budget of one rank's packed micro-batch; a longer sequence gets a micro-batch of its own."""
     temperature: float = 1.0
     """Sampling temperature of the rollouts, applied to the trainer's logits too."""
     threads: int = 1

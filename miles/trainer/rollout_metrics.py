@@ -7,6 +7,8 @@ abstained                                     trajectories without a finite rewa
 flat_groups                                   groups whose advantages are all 0: they teach nothing
 staleness_0, staleness_1, ...                 fraction of response tokens sampled so many optimizer steps ago
 advantage_std                                 over trained tokens; 0 without any
+kept_fraction, kept_tokens                    fraction of response tokens with a kept set, and its mean size
+routed_fraction                               fraction of input tokens whose experts the engine told
 """
 
 from __future__ import annotations
@@ -40,7 +42,23 @@ def rollout_metrics(
         "flat_groups": float(flat),
         "advantage_std": mean_and_std(tokens)[1] if tokens else 0.0,
         **{f"staleness_{age}": ages[age] / ages.total() for age in range(max(ages, default=-1) + 1)},
+        **_record_metrics(trajectories),
     }
+
+
+def _record_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """What engines told beside the tokens; nothing where none did."""
+    found: dict[str, float] = {}
+    kept = [one.kept.sizes() for one in trajectories if one.kept is not None]
+    if kept:
+        recorded = sum(size > 0 for sizes in kept for size in sizes)
+        found["kept_fraction"] = recorded / sum(len(one.response_ids) for one in trajectories)
+        found["kept_tokens"] = sum(map(sum, kept)) / max(1, recorded)
+    routings = [one.routing for one in trajectories if one.routing is not None]
+    if routings:
+        inputs = sum(len(one.prompt_ids) + len(one.response_ids) - 1 for one in trajectories if one.response_ids)
+        found["routed_fraction"] = sum(routing.recorded() for routing in routings) / inputs
+    return found
 
 
 def _summary(name: str, values: Sequence[float]) -> dict[str, float]:

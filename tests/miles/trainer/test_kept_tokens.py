@@ -1,18 +1,22 @@
 """Log-probabilities within the tokens that sampling kept, against the definition in float64."""
 
 from array import array
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from executors.sampling_record import KeptTokens
+from executors.sampling_record import KeptTokens, Routing
+from executors.trajectory import StopReason, Trajectory, VersionSpan
 from miles.trainer import kept_tokens
 from miles.trainer.fused_logprobs import linear_logprobs
 from miles.trainer.kept_tokens import KeptRows, kept_logprobs, kept_rows
 from miles.trainer.parallel import ParallelSizes
+from miles.trainer.rollout_metrics import rollout_metrics
 from miles.trainer.sequences import TokenSequence
+from tests.support.metrics_page import undocumented
 from tests.support.ranks import ranks
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -109,6 +113,19 @@ def test_sets_are_those_of_trained_tokens_only() -> None:
     assert made.rows.tolist() == [2, 2, 3] and made.ids.tolist() == [5, 1, 7]
     assert made.recorded.tolist() == [False, False, True, True]
     assert kept_rows([plain]) is None
+
+
+def test_numbers_about_what_engines_told() -> None:
+    spans = (VersionSpan(1, 0, 2, "e0"),)
+    plain = Trajectory((1, 2), (3, 4), (-1.0, -1.0), spans, StopReason.STOP, 1.0)
+    routing = Routing(array("h", [0, 1, -1, -1, 3, 2]).tobytes(), 2)
+    told = replace(plain, kept=recorded([[3, 5, 6], []]), routing=routing)
+    ages, advantages = [[0, 0]] * 2, [[[1.0, 1.0], [1.0, 1.0]]]
+    metrics = rollout_metrics([told, plain], ages, advantages)
+    assert (metrics["kept_fraction"], metrics["kept_tokens"], metrics["routed_fraction"]) == (1 / 4, 3.0, 2 / 6)
+    names = set(rollout_metrics([plain, plain], ages, advantages))
+    assert set(metrics) - names == {"kept_fraction", "kept_tokens", "routed_fraction"}
+    assert not undocumented(metrics)
 
 
 def part_of(rank_count: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
