@@ -14,6 +14,7 @@ import anyio
 import pytest
 
 from controllers.errors import ActorDied, ConfigError, WaitTimeout
+from miles.trainer.faults import FaultOptions
 from miles.trainer.megatron import MegatronTrainer
 from miles.trainer.options import TrainerOptions
 from miles.trainer.protocol import Example, RankContext, Trainer
@@ -63,7 +64,7 @@ def refuse(context: RankContext) -> None:
 
 async def test_a_run_of_the_trainer(model: Path, tmp_path: Path) -> None:
     """The whole protocol over one rank, up to the moment it is killed in the middle of a call."""
-    async with MegatronTrainer(TrainerOptions(model)) as made:
+    async with MegatronTrainer(TrainerOptions(model), faults=FaultOptions(rebuilds=0)) as made:
         trainer: Trainer = made
         losses = [(await trainer.warmup_step(EXAMPLES, 1e-2)).metrics["loss"] for _ in range(6)]
         assert losses[-1] < 0.5 * losses[0]
@@ -103,12 +104,13 @@ async def _expect_death(trainer: Trainer) -> None:
     """A call that the rank would take minutes for fails soon after the rank is killed."""
     with anyio.fail_after(20), pytest.raises(ActorDied) as caught:
         await trainer.on_each_rank(sleep_for, 300.0)
-    assert caught.value.actor == "trainer-0"
+    assert caught.value.actor == "trainer.1-0"
 
 
 async def test_leaving_the_trainer_ends_its_rank(model: Path) -> None:
     """Fails without the kill in __aexit__. The rank is busy when the trainer is left."""
-    async with MegatronTrainer(TrainerOptions(model, call_timeout_s=2.0)) as trainer:
+    options = TrainerOptions(model, call_timeout_s=2.0)
+    async with MegatronTrainer(options, faults=FaultOptions(rebuilds=0)) as trainer:
         (pid,) = await trainer.on_each_rank(process_id)
         with pytest.raises(WaitTimeout, match="run_function"):
             await trainer.on_each_rank(sleep_for, 300.0)
