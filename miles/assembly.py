@@ -53,7 +53,6 @@ from miles.weight_sync.ports import RankRunner
 from miles.weight_sync.service import WeightSyncService
 
 JOURNAL_FILE = "journal.sqlite"
-BATCHES_FOLDER = "batches"
 
 
 @dataclass(frozen=True, slots=True)

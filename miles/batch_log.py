@@ -19,6 +19,8 @@ import msgspec
 from controllers.errors import ConfigError
 from executors.trajectory import Batch, Group
 
+BATCHES_FOLDER = "batches"
+"""Where a run folder has them."""
 FORMAT = "miles.batch.1"
 _ARRAY_32 = 0xDD
 

@@ -17,8 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from executors.trajectory import Batch
-from miles.assembly import BATCHES_FOLDER, RolloutParts, assemble_rollouts
-from miles.batch_log import BatchLog
+from miles.assembly import RolloutParts, assemble_rollouts
+from miles.batch_log import BATCHES_FOLDER, BatchLog
 from miles.config import RunConfig
 from miles.part_options import algorithm_options
 from miles.recorder import RunRecorder

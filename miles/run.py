@@ -28,8 +28,8 @@ from controllers.weight_versions import WeightVersion
 from executors.rollout_executor import RolloutExecutor
 from executors.sampling_client import SamplingParams
 from executors.trajectory import Batch
-from miles.assembly import BATCHES_FOLDER, Parts, assemble
-from miles.batch_log import BatchLog
+from miles.assembly import Parts, assemble
+from miles.batch_log import BATCHES_FOLDER, BatchLog
 from miles.checkpoints import FOLDER, Checkpoints, KeepRule
 from miles.config import RunConfig
 from miles.recorder import RunRecorder
@@ -37,6 +37,7 @@ from miles.run_batches import RunBatches
 from miles.run_opening import FIRST_LINEAGE, Overrides, recorded, start_timeout_s
 from miles.run_trainer import RunTrainer
 from miles.trainer.protocol import StepStats
+from miles.trainer.registry import MEGATRON
 from miles.version_steps import AVAILABLE_STATES
 from miles.warmup import warm_up
 
@@ -64,7 +65,9 @@ class Run:
         """The fleet: `rolling_restart()`, `restart(engine)`, `snapshot()`, `lease()`."""
         self.executor: RolloutExecutor = parts.rollouts.executor
         """The rollouts: `account`, `statistics()`, `sample()`."""
-        dump = BatchLog(recorder.path / BATCHES_FOLDER, keep=True) if config.debug.dump_batches else None
+        # Megatron's keeps batches itself, in the same place: it trains them again when ranks are lost.
+        dumps = config.debug.dump_batches and config.trainer.backend != MEGATRON
+        dump = BatchLog(recorder.path / BATCHES_FOLDER, keep=True) if dumps else None
         self.trainer = RunTrainer(parts.trainer, self._trained, dump)
         """The trainer; its `step` also enters the batch in the account and the metrics."""
         self._material = parts.material

@@ -23,7 +23,7 @@ import structlog
 from controllers.errors import ActorDied, InfrastructureError, MilesError, WaitTimeout
 from controllers.events import Event, TrainerLost, TrainerRebuilt
 from executors.trajectory import Batch
-from miles.batch_log import BatchLog
+from miles.batch_log import BATCHES_FOLDER, BatchLog
 from miles.cluster.actors import RemoteActor, start_actor
 from miles.trainer.bad_steps import BadSteps
 from miles.trainer.faults import FaultOptions
@@ -37,7 +37,6 @@ R = TypeVar("R")
 
 log = structlog.get_logger(__name__)
 
-BATCHES_FOLDER = "batches"
 SAVE_MARGIN_S = 20.0
 """How much longer than the ranks themselves the driver waits for a checkpoint: theirs is the better error."""
 

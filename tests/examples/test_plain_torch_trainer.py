@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import miles
+from miles.batch_log import logged_steps
 from miles.models.folder import inspect_model_folder
 from tests.chaos.small_run import (
     REPOSITORY,
@@ -20,6 +21,7 @@ from tests.chaos.small_run import (
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
+MORE = {"trainer__optimizer__lr": 0.01, "debug__dump_batches": True}
 CONFIG = REPOSITORY / "examples" / "plain_torch_trainer.yaml"
 
 
@@ -29,7 +31,7 @@ async def test_it_trains_and_engines_follow(tmp_path: Path, monkeypatch: pytest.
     Fails when what `PlainRank.shards` shows is not what is trained, by the second batch at the latest.
     """
     monkeypatch.chdir(REPOSITORY)
-    overrides = small(tmp_path / "run", train__steps=3, rollout__max_staleness=0, trainer__optimizer__lr=0.01)
+    overrides = small(tmp_path / "run", train__steps=3, rollout__max_staleness=0, **MORE)
     async with miles.open_run(CONFIG, overrides) as run:
         begun = (await run.trainer.logprobs([((5, 6), (7, 8))]))[0]
         async for batch in run.batches():
@@ -50,4 +52,5 @@ async def test_it_trains_and_engines_follow(tmp_path: Path, monkeypatch: pytest.
     assert summary["status"] == "finished" and summary["steps"] == 3 and summary["weight_version"] == 4
     assert_account_adds_up(summary)
     assert_served_only_what_was_proven(read_events(tmp_path / "run"))
+    assert logged_steps(tmp_path / "run" / "batches") == [1, 2, 3]
     assert {"reward", "loss", "grad_norm", "lr"} <= read_metrics(tmp_path / "run")[0].keys()
