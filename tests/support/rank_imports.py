@@ -12,7 +12,9 @@ import_megatron()
 import torch  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 
-from miles.trainer import process_group  # noqa: E402
+from transformers import AutoConfig  # noqa: E402, F401 - lazily imported otherwise, by every rank anew
+
+from miles.trainer import learner, process_group  # noqa: E402, F401
 from miles.trainer.parallel import ParallelSizes  # noqa: E402
 
 TIMEOUT_S = 60.0

@@ -24,7 +24,7 @@ def largest_change(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> fl
 
 @pytest.mark.parametrize("micro_batch_tokens", [1, 20])
 def test_cutting_the_batch_does_not_change_the_step(model: Path, micro_batch_tokens: int) -> None:
-    """O06. Fails when Learner._update divides by a micro-batch's own token count."""
+    """O06. Fails when a micro-batch's loss is divided by its own token count."""
     whole, cut = learner(model), learner(model, micro_batch_tokens=micro_batch_tokens)
     batch = random_batch(1)
     one, many = whole.step(batch).metrics, cut.step(batch).metrics
@@ -165,7 +165,7 @@ def test_reinforcement_raises_the_reward(model: Path) -> None:
 
 
 def test_the_supervised_stage_does_not_see_the_sampling_temperature(model: Path) -> None:
-    """Fails when Learner._update scales supervised logits: it would learn to be right at that temperature only."""
+    """Fails when Learner.warmup_step scales supervised logits: it would learn to be right at that temperature only."""
     examples = [Example((1, 2), (3, 4, 5))]
     cool, hot = learner(model), learner(model, temperature=1.7)
     assert hot.warmup_step(examples, 1e-3).metrics["loss"] == cool.warmup_step(examples, 1e-3).metrics["loss"]
