@@ -13,12 +13,10 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from torch import Tensor
 
 from miles.trainer.optimizer import StepOutcome
 from miles.trainer.options import TrainerOptions
-
-SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
-"""Moments are saved as global tensors, so that ranks of any parallel sizes can load them."""
 
 
 class DistributedAdamW:
@@ -40,12 +38,6 @@ class DistributedAdamW:
         self._wrapped = wrapped
         # No overrides: weight decay is the same for all parameters, as on CPU.
         self._megatron = get_megatron_optimizer(config, [wrapped], config_overrides={})
-        self._own = {
-            "betas": options.betas,
-            "eps": options.eps,
-            "weight_decay": options.weight_decay,
-            "fused": True,
-        }
         self._parts = [part for part in self._megatron.chained_optimizers if not part.is_stub_optimizer]
         for part in self._parts:
             # Moments exist from the start, so that a checkpoint written before the first step has the same tensors.
@@ -55,7 +47,7 @@ class DistributedAdamW:
                     "exp_avg": torch.zeros_like(parameter.data),
                     "exp_avg_sq": torch.zeros_like(parameter.data),
                 }
-        self._set_in_groups(self._own)
+        self._set_in_groups({"fused": True})
 
     @torch.no_grad()
     def apply(self, lr: float, clip_grad: float, *, largest_norm: float = math.inf) -> StepOutcome:
@@ -82,19 +74,34 @@ class DistributedAdamW:
         return math.sqrt(float(total))
 
     def sharded_state_dict(self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None) -> Any:
-        """Megatron's, as global tensors: a collective over data-parallel ranks."""
-        return self._megatron.sharded_state_dict(
-            model_sharded_state_dict, is_loading=is_loading, metadata={**(metadata or {}), **SHARDING}
-        )
+        """fp32 parameters and moments as global tensors, and the step; a collective over data-parallel ranks.
+
+        Without the parameter groups: what they hold follows from the options.
+        """
+        parts = [
+            part.sharded_param_state_fully_reshardable(model_sharded_state_dict, is_loading, dict(metadata or {}))
+            for part in self._parts
+        ]
+        return {"state": dict(enumerate(parts)), "step": float(self._steps()[0])}
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Restore fp32 parameters and moments; hyperparameters stay those of the options."""
-        self._megatron.load_state_dict(state_dict)
-        self._set_in_groups(self._own)
+        """Restore what `sharded_state_dict` describes."""
+        for index, part in enumerate(self._parts):
+            moments = part.optimizer.state.values()
+            # Upstream, which copies into all of Adam's state, has no step to copy where the optimizer is torch's.
+            steps = [of_parameter.pop("step") for of_parameter in moments]
+            part.load_parameter_state_from_fully_reshardable(state_dict["state"][index])
+            for of_parameter, step in zip(moments, steps, strict=True):
+                of_parameter["step"] = step
+        for step in self._steps():
+            step.fill_(state_dict["step"])
 
     def reload_model_params(self) -> None:
         """Take the model's parameters over into the fp32 copies: after they were changed from outside."""
         self._megatron.reload_model_params()
+
+    def _steps(self) -> list[Tensor]:
+        return [state["step"] for part in self._parts for state in part.optimizer.state.values()]
 
     def _set_in_groups(self, values: dict[str, Any]) -> None:
         for part in self._parts:

@@ -47,8 +47,8 @@ class FusedSelfAttention(SelfAttention):  # type: ignore[misc]
             angles.cos(),
             angles.sin(),
             packed_seq_params.positions,
-            None if self.q_layernorm is None else self.q_layernorm.weight,
-            None if self.k_layernorm is None else self.k_layernorm.weight,
+            _weight(self.q_layernorm),
+            _weight(self.k_layernorm),
             self.config.layernorm_epsilon,
         )
         out = self.core_attention(query, key, value, attention_mask, packed_seq_params=packed_seq_params)
@@ -65,6 +65,11 @@ class FusedSelfAttention(SelfAttention):  # type: ignore[misc]
             and self.config.num_query_groups >= self.world_size
             and not self.config.layernorm_zero_centered_gamma
         )
+
+
+def _weight(norm: torch.nn.Module | None) -> Tensor | None:
+    """None for no norm, and for the identity that stands for it in a layer spec."""
+    return getattr(norm, "weight", None)
 
 
 def cut_norm_rotate(

@@ -81,7 +81,7 @@ def test_bf16_trains_fp32_copies(tmp_path: Path) -> None:
     wanted = hf_tensors(full)
     before = dict(reference(folder).named_parameters())
     name = "model.layers.0.mlp.up_proj.weight"
-    start = before[name].detach().cuda()
+    start = before[name].detach().to(wanted[name].device)
     step, seen = wanted[name] - start, moved[name] - start.bfloat16().float()
     assert float((step * seen).sum() / (step.norm() * seen.norm())) > 0.5
     first = half.warmup_step(batch, 1e-3).metrics["loss"]
