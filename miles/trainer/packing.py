@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, compress
-from typing import TypeVar
+from itertools import accumulate
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from miles.trainer.attention import PackedRuns, pack_params
@@ -22,8 +24,6 @@ from miles.trainer.kept_tokens import KeptRows, kept_rows
 from miles.trainer.parallel import ParallelSizes, Place
 from miles.trainer.routing_replay import recorded_experts
 from miles.trainer.sequences import TokenSequence
-
-T = TypeVar("T")
 
 FILLER = TokenSequence([0], [0], weight=0.0)
 """What an empty micro-batch holds: the ranks' collectives need as many forward passes everywhere."""
@@ -103,50 +103,50 @@ def micro_batch(
     starts = [0, *accumulate(runs)][:-1]
     if padding:
         runs.append(padding)
-    inputs = [0] * sum(runs)
-    rows: list[int] = []
+    inputs = np.zeros(sum(runs), np.int64)
+    rows = []
     for sequence, start in zip(chosen, starts, strict=True):
-        prompt = len(sequence.prompt_ids)
-        inputs[start : start + sequence.length] = [*sequence.prompt_ids, *sequence.response_ids[:-1]]
-        first = start + prompt - 1
-        rows.extend(compress(range(first, first + len(sequence.response_ids)), _mask(sequence)))
-    positions = [position for length in runs for position in range(length)]
+        prompt, response = len(sequence.prompt_ids), len(sequence.response_ids)
+        inputs[start : start + prompt] = sequence.prompt_ids
+        inputs[start + prompt : start + sequence.length] = sequence.response_ids[:-1]
+        rows.append(_trained(sequence, np.arange(start + prompt - 1, start + prompt - 1 + response)))
+    row = np.concatenate(rows)
+    positions = np.concatenate([np.arange(length) for length in runs])
     routing = recorded_experts([sequence.routing for sequence in chosen], starts, len(inputs))
     kept = kept_rows(chosen, device)
-    held: list[int] | None = None
+    held: NDArray[np.int64] | None = None
     if place.sizes.context > 1:
         own = own_tokens(runs, place.sizes.context, place.context)
-        inputs, positions = [inputs[at] for at in own], [positions[at] for at in own]
+        inputs, positions = inputs[own], positions[own]
         routing = None if routing is None else routing[own]
-        local = {at: index for index, at in enumerate(own)}
-        held = [token for token, at in enumerate(rows) if at in local]
-        rows = [local[rows[token]] for token in held]
-        kept = None if kept is None else kept.of(torch.tensor(held, dtype=torch.int64, device=device))
-    staleness = [age for one in chosen for age in _trained(one, one.staleness or _zeros(one))]
-    reference = [value for one in chosen for value in _trained(one, one.reference or ())]
+        local = np.full(sum(runs), -1)
+        local[own] = np.arange(len(own))
+        held = np.flatnonzero(local[row] >= 0)
+        row = local[row[held]]
+        kept = None if kept is None else kept.of(torch.from_numpy(held).to(device))
+    staleness = _joined(chosen, [one.staleness for one in chosen], np.int64)
+    reference = [one.reference for one in chosen]
+    counts = [one.trained for one in chosen]
 
-    def integers(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
-
-    def numbers(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=device)
+    def tensor(values: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(values).to(device)
 
     return MicroBatch(
         indices=tuple(indices),
         lengths=lengths,
-        input_ids=integers(inputs)[None],
-        position_ids=integers(positions)[None],
+        input_ids=tensor(inputs)[None],
+        position_ids=tensor(positions)[None],
         packed=_packed(runs, routing, device),
-        rows=integers(rows),
-        held=None if held is None else integers(held),
-        targets=integers([token for one in chosen for token in _trained(one, one.response_ids)]),
-        behaviour=numbers([value for one in chosen for value in _trained(one, one.behaviour or _zeros(one))]),
-        advantages=numbers([value for one in chosen for value in _trained(one, one.advantages or _zeros(one))]),
-        weights=numbers([one.weight for one in chosen for _ in range(one.trained)]),
-        staleness=integers(staleness),
-        ages=tuple(sorted(set(staleness))),
-        sequence=integers([position for position, one in enumerate(chosen) for _ in range(one.trained)]),
-        reference=numbers(reference) if reference else None,
+        rows=tensor(row),
+        held=None if held is None else tensor(held),
+        targets=tensor(_joined(chosen, [one.response_ids for one in chosen], np.int64)),
+        behaviour=tensor(_joined(chosen, [one.behaviour for one in chosen], np.float32)),
+        advantages=tensor(_joined(chosen, [one.advantages for one in chosen], np.float32)),
+        weights=tensor(np.repeat(np.array([one.weight for one in chosen], np.float32), counts)),
+        staleness=tensor(staleness),
+        ages=tuple(np.unique(staleness).tolist()),
+        sequence=tensor(np.repeat(np.arange(len(chosen)), counts)),
+        reference=tensor(_joined(chosen, reference, np.float32)) if any(reference) else None,
         kept=kept,
     )
 
@@ -168,14 +168,14 @@ def _packed(runs: list[int], routing: Tensor | None, device: torch.device) -> Pa
     return packed
 
 
-def _zeros(sequence: TokenSequence) -> Sequence[int]:
-    return [0] * len(sequence.response_ids)
+def _joined(chosen: Sequence[TokenSequence], values: Sequence[Sequence[Any] | None], dtype: Any) -> NDArray[Any]:
+    """What belongs to trained tokens, end to end, of values that each response token has; 0 where there are none."""
+    parts = [
+        np.zeros(one.trained, dtype) if of_one is None else _trained(one, np.asarray(of_one, dtype))
+        for one, of_one in zip(chosen, values, strict=True)
+    ]
+    return np.concatenate(parts)
 
 
-def _mask(sequence: TokenSequence) -> Sequence[bool]:
-    return sequence.mask if sequence.mask is not None else [True] * len(sequence.response_ids)
-
-
-def _trained(sequence: TokenSequence, values: Sequence[T]) -> Sequence[T]:
-    """What belongs to trained tokens, of values that each response token has."""
-    return values if sequence.mask is None else list(compress(values, sequence.mask))
+def _trained(sequence: TokenSequence, values: NDArray[Any]) -> NDArray[Any]:
+    return values if sequence.mask is None else values[np.asarray(sequence.mask, bool)]
