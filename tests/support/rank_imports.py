@@ -11,7 +11,6 @@ import_megatron()
 
 import torch  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
-
 from transformers import AutoConfig  # noqa: E402, F401 - lazily imported otherwise, by every rank anew
 
 from miles.trainer import learner, process_group  # noqa: E402, F401

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from executors.trajectory import Batch, Trajectory
+from miles.trainer.optimizer import PortableFP32Optimizer
 from miles.trainer.protocol import Example
 from tests.miles.trainer.tiny import batch_of, hf_tensors, learner, random_batch, trajectory, write_model
 
@@ -84,6 +85,7 @@ def test_a_step_whose_gradient_is_not_finite_changes_nothing(model: Path, poison
     trained = learner(model)
     trained.step(random_batch(1))
     before = hf_tensors(trained)
+    assert isinstance(trained.optimizer, PortableFP32Optimizer)
     moments = [state["exp_avg"].clone() for state in trained.optimizer.optimizer.state.values()]
     first = trained.model.decoder.final_layernorm.weight
     handle = first.register_hook(lambda gradient: gradient * poison)

@@ -10,6 +10,7 @@ from torch import Tensor
 from miles.algorithms.options import AlgorithmOptions
 from miles.algorithms.tokens import TokenLoss, TrainedTokens
 from miles.trainer.learner import Learner
+from miles.trainer.optimizer import PortableFP32Optimizer
 from tests.miles.trainer.tiny import hf_tensors, learner, random_batch, write_model
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -22,6 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def state(trained: Learner) -> list[Tensor]:
     """Copies of weights, moments and their step."""
+    assert isinstance(trained.optimizer, PortableFP32Optimizer)
     moments = [value.clone() for entry in trained.optimizer.optimizer.state.values() for value in entry.values()]
     return [*hf_tensors(trained).values(), *moments]
 

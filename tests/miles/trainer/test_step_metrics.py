@@ -67,7 +67,7 @@ def test_every_phase_has_its_seconds(tmp_path: Path) -> None:
 def test_sums_and_maxima_do_not_depend_on_the_cut() -> None:
     values = torch.randn(100, generator=torch.Generator().manual_seed(0))
     whole, cut = Tally(), Tally()
-    for tally, pieces in ((whole, [values]), (cut, values.split([1, 30, 69]))):
+    for tally, pieces in ((whole, [values]), (cut, torch.split(values, [1, 30, 69]))):
         for piece in pieces:
             tally.add("sum", piece)
             tally.raise_to("top", piece)
