@@ -29,7 +29,7 @@ def many_codes(prompt: str, response: str, label: str) -> float:
 async def test_engines_sample_from_what_two_ranks_train(tmp_path: Path, sizes: dict[str, int]) -> None:
     """With staleness 0 each batch is sampled by the newest weights, so both sides' logprobs agree.
 
-    Fails when a rank's share is missing from what engines install: every step moves all weights by about 0.01.
+    Fails when the share of rank 1 (under tensor parallelism) is not what engines install: every step moves all of it.
     """
     folder = tmp_path / "run"
     overrides = small(
