@@ -59,14 +59,18 @@ ARMS: dict[str, Callable[..., Arm]] = {
 
 @dataclass(slots=True)
 class Timings:
-    """Of one arm on one load. Memory is the most that the arm had at a time, other arms' not counted."""
+    """Of one arm on one load. Memory is the most that the arm had at a time, other arms' not counted.
+
+    The losses are those of all steps on the load, warm-up included: the arms' first ones on the first load are of the
+    same weights. After that bf16 weights without fp32 copies learn less, because small updates are rounded away.
+    """
 
     arm: str
     load: str
     tokens: int
     flops: float
     seconds: list[float] = field(default_factory=list)
-    loss: float = 0.0
+    losses: list[float] = field(default_factory=list)
     peak_bytes: int = 0
 
     @property
@@ -125,7 +129,7 @@ def measure(arms: dict[str, Arm], sequences: Sequence[Ids], results: dict[str, T
                 torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated() if gpu else 0
             started = time.perf_counter()
-            results[name].loss = arm.step(sequences)
+            results[name].losses.append(arm.step(sequences))
             if gpu:
                 torch.cuda.synchronize()
                 results[name].peak_bytes = torch.cuda.max_memory_allocated() - before
@@ -174,7 +178,8 @@ def table(timings: Sequence[Timings], load: str) -> str:
         rows.append(
             f"| {timing.arm} | {timing.tokens_per_s:,.0f} | {timing.tokens_per_s / rival:.2f} | {share} "
             f"| {1e3 * statistics.median(timing.seconds):.1f} ({1e3 * min(timing.seconds):.1f} to "
-            f"{1e3 * max(timing.seconds):.1f}) | {timing.peak_bytes / 1e9:.1f} | {timing.loss:.4f} |"
+            f"{1e3 * max(timing.seconds):.1f}) | {timing.peak_bytes / 1e9:.1f} "
+            f"| {timing.losses[0]:.4f} to {timing.losses[-1]:.4f} |"
         )
     return "\n".join(rows)
 
@@ -193,6 +198,8 @@ def _profile(arms: dict[str, Arm], sequences: Sequence[Ids]) -> None:
     for name, arm in arms.items():
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
             arm.step(sequences)
+        if isinstance(arm, MilesLoop):
+            print({key: round(value, 4) for key, value in arm.metrics.items() if key.endswith("_s")})
         print(f"\n## {name}\n" + profiled.key_averages().table(sort_by="self_device_time_total", row_limit=30))
 
 

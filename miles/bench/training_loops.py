@@ -53,11 +53,14 @@ class MilesLoop:
             threads=torch.get_num_threads(),
         )
         self.learner = Learner(options)
+        self.metrics: dict[str, float] = {}
+        """Of the step done last."""
 
     def step(self, sequences: Sequence[Ids]) -> float:
         """A supervised step: each sequence's first token is its prompt."""
         examples = [Example(tuple(ids[:1]), tuple(ids[1:])) for ids in sequences]
-        return self.learner.warmup_step(examples, LR).metrics["loss"]
+        self.metrics = self.learner.warmup_step(examples, LR).metrics
+        return self.metrics["loss"]
 
 
 class PaddedLoop:
