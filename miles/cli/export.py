@@ -14,6 +14,7 @@ from miles.cluster.signals import interruptible
 from miles.config import load_config
 from miles.telemetry.run_folder import CONFIG_FILE, MODEL_FOLDER
 from miles.trainer.folders import refuse_occupied
+from miles.trainer.registry import MEGATRON
 
 
 def export_command(run_dir: Path, out: Path, step: int | None) -> Path:
@@ -24,6 +25,8 @@ def export_command(run_dir: Path, out: Path, step: int | None) -> Path:
     if not (run_dir / CONFIG_FILE).is_file():
         raise ConfigError(f"{str(run_dir)!r} is no run folder: it has no {CONFIG_FILE}", path=str(run_dir))
     config = load_config(run_dir / CONFIG_FILE, machine=False)
+    if (backend := config.trainer.backend) != MEGATRON:
+        raise ConfigError(f"trainer.backend: only {backend!r} itself can export what it saved", key="trainer.backend")
     checkpoint = checkpoint_folder(run_dir / FOLDER, step)
     model = config.model.path or run_dir / MODEL_FOLDER
     if not (model / "config.json").is_file():

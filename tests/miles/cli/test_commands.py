@@ -9,7 +9,7 @@ import pytest
 from controllers.errors import FleetDegraded
 from miles.cli import app as cli
 from miles.cli import main
-from miles.config import load_config
+from miles.config import dump_config, load_config
 from tests.miles.telemetry.synthetic_run import write_synthetic_run
 
 QUICKSTART = str(Path(__file__).parents[3] / "configs" / "quickstart.yaml")
@@ -108,3 +108,13 @@ def test_main_exits_with_the_code(capsys: pytest.CaptureFixture[str]) -> None:
         main([])
     assert ended.value.code == 0
     assert "train" in capsys.readouterr().out
+
+
+def test_a_checkpoint_of_somebodys_own_trainer_is_not_exported(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Fails when its files are taken for Megatron's: the error would be a traceback from deep inside."""
+    config = load_config(QUICKSTART, {"trainer.backend": "mine.trainer:make"})
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    assert cli.run(["export", str(tmp_path), str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err == "error: trainer.backend: only 'mine.trainer:make' itself can export what it saved\n"
