@@ -117,4 +117,5 @@ def test_a_checkpoint_of_somebodys_own_trainer_is_not_exported(
     config = load_config(QUICKSTART, {"trainer.backend": "mine.trainer:make"})
     (tmp_path / "config.yaml").write_text(dump_config(config))
     assert cli.run(["export", str(tmp_path), str(tmp_path / "out")]) == 2
-    assert capsys.readouterr().err == "error: trainer.backend: only 'mine.trainer:make' itself can export what it saved\n"
+    shown = capsys.readouterr().err
+    assert shown == "error: trainer.backend: only 'mine.trainer:make' itself can export what it saved\n"
