@@ -24,7 +24,7 @@ from torch.distributed.checkpoint import CheckpointException
 from controllers.errors import CheckpointFailed, ConfigError
 from miles.trainer import random_state
 
-MARKER = "metadata.json"
+MARKER, COMMON = "metadata.json", "common.pt"
 FORMAT = "miles.checkpoint.1"
 
 Reference = Mapping[str, Tensor]
@@ -92,6 +92,9 @@ def load_weights(folder: Path, model: Any) -> None:
 def _common_state(folder: Path) -> dict[str, Any]:
     if not (folder / MARKER).is_file():
         raise ConfigError(f"{str(folder)!r} is not a checkpoint: it has no {MARKER}")
+    if not (folder / COMMON).is_file():
+        # Megatron would trip over its own message for this.
+        raise CheckpointFailed(f"{str(folder)!r} cannot be read: it has no {COMMON}", folder=str(folder))
     common = _read({}, folder)
     if common.get("format") != FORMAT:
         raise ConfigError(f"{str(folder)!r} has the format {common.get('format')!r}; this version reads {FORMAT!r}")

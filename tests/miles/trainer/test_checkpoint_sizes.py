@@ -112,19 +112,13 @@ def read(folder: Path, checkpoint: Path, sizes: ParallelSizes, swapped: bool = F
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[Ranks]:
-    with ranks(2) as group:
-        yield group
-
-
-@pytest.fixture(scope="module")
 def alone() -> Iterator[Ranks]:
     with ranks(1) as group:
         yield group
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     return {
         "tied": write_model(folder / "tied", "qwen3", tied=True),
@@ -161,16 +155,16 @@ def test_every_set_is_exact_in_other_sizes(
     loaded: ParallelSizes,
     pair: Ranks,
     alone: Ranks,
-    models: dict[str, Path],
+    folders: dict[str, Path],
     tmp_path: Path,
 ) -> None:
     writers, readers = (pair if sizes.world_size == 2 else alone for sizes in (saved, loaded))
-    writers.run_as(saved, write, models[kind], tmp_path / "checkpoint", saved)
-    for found in readers.run_as(loaded, read, models[kind], tmp_path / "checkpoint", loaded):
+    writers.run_as(saved, write, folders[kind], tmp_path / "checkpoint", saved)
+    for found in readers.run_as(loaded, read, folders[kind], tmp_path / "checkpoint", loaded):
         assert found["weights"] and found["exp_avg"] and found["exp_avg_sq"] and found["reference"]
         assert found["steps"] == {STEP}
         assert (found["counters"].steps, found["counters"].warmup_steps, found["counters"].skipped_steps) == COUNTERS
-    controls = readers.run_as(loaded, read, models[kind], tmp_path / "checkpoint", loaded, True)
+    controls = readers.run_as(loaded, read, folders[kind], tmp_path / "checkpoint", loaded, True)
     assert not any(found[name] for found in controls for name in ("weights", "exp_avg", "exp_avg_sq", "reference"))
 
 
@@ -179,29 +173,29 @@ def shown(sizes: ParallelSizes) -> str:
     return names[sizes]
 
 
-def test_each_rank_goes_on_with_its_own_random_numbers(pair: Ranks, models: dict[str, Path], tmp_path: Path) -> None:
+def test_each_rank_goes_on_with_its_own_random_numbers(pair: Ranks, folders: dict[str, Path], tmp_path: Path) -> None:
     """Fails when a rank takes the generators of another: data-parallel ranks would draw the same numbers."""
-    pair.run_as(DP2, write, models["tied"], tmp_path / "checkpoint", DP2)
+    pair.run_as(DP2, write, folders["tied"], tmp_path / "checkpoint", DP2)
     expected = pair.run(drawn)
-    found = [one["drawn"] for one in pair.run_as(DP2, read, models["tied"], tmp_path / "checkpoint", DP2)]
+    found = [one["drawn"] for one in pair.run_as(DP2, read, folders["tied"], tmp_path / "checkpoint", DP2)]
     assert found == expected and found[0] != found[1]
 
 
 def test_in_other_sizes_all_go_on_with_those_of_rank_0(
-    pair: Ranks, alone: Ranks, models: dict[str, Path], tmp_path: Path
+    pair: Ranks, alone: Ranks, folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    pair.run_as(TP2, write, models["tied"], tmp_path / "checkpoint", TP2)
+    pair.run_as(TP2, write, folders["tied"], tmp_path / "checkpoint", TP2)
     expected = pair.run(drawn)[0]
     for group, sizes in ((alone, ONE_RANK), (pair, DP2)):
-        for found in group.run_as(sizes, read, models["tied"], tmp_path / "checkpoint", sizes):
+        for found in group.run_as(sizes, read, folders["tied"], tmp_path / "checkpoint", sizes):
             assert found["drawn"] == expected
 
 
 def test_a_rank_that_cannot_write_fails_the_checkpoint_on_all(
-    pair: Ranks, models: dict[str, Path], tmp_path: Path
+    pair: Ranks, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     """Fails when only the rank's own error counts: rank 0 would put an incomplete folder in its place."""
-    told = pair.run_as(TP2, write_failing, models["tied"], tmp_path / "checkpoint", TP2)
+    told = pair.run_as(TP2, write_failing, folders["tied"], tmp_path / "checkpoint", TP2)
     assert all("rank 1: OSError: no space left" in error for error in told)
     assert list(tmp_path.iterdir()) == []
 
