@@ -100,3 +100,14 @@ def test_a_reader_has_one_lease_at_a_time() -> None:
     table.grant(("e", 0), 2, 1)
     assert table.active() == 1
     assert not table.renew(first.lease)
+
+
+async def test_when_the_slots_are_gone_so_are_their_leases() -> None:
+    """Fails (the slot is waited for) when new ranks' slots count as read because the lost ones' were."""
+    table = LeaseTable(2, 100.0, lambda: 0.0)
+    kept = table.grant(("e0", 0), 1, None)
+    slots = [table.grant(("e1", rank), 1, rank) for rank in (0, 1)]
+    table.release_slots()
+    assert table.renew(kept.lease) and not any(table.renew(lease.lease) for lease in slots)
+    assert await table.free_slot(None, 0.0) == 0
+    assert table.revoked == 0
