@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.api import CheckpointException
 
 from controllers.errors import CheckpointFailed, ConfigError
 from miles.trainer import random_state

@@ -1,14 +1,13 @@
 """The only place that works around what megatron-core assumes about its machine.
 
 `import_megatron` must run before any other module imports megatron: it silences the warnings that megatron raises
-about itself and checks the version. `checkpoint_save_on_cpu` scopes the few patches a save needs without a GPU.
+about itself and checks the version.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import queue
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -108,49 +107,3 @@ class _TorchOnCpu:
         import torch
 
         return torch.zeros(*size, **options)
-
-
-def _write_in_process(
-    transforms: list[Any], use_msc: bool, rank: int, buckets: list[Any], results: queue.Queue[Any]
-) -> None:
-    """Write every bucket in this process and put {bucket index: results}, or the exception, into `results`."""
-    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-
-    written: dict[int, Any] = {}
-    for index, bucket in enumerate(buckets):
-        answers: queue.Queue[Any] = queue.Queue()
-        pending: queue.Queue[int] = queue.Queue()
-        pending.put(index)
-        FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, answers, pending, True, use_msc=use_msc)
-        _, outcome = answers.get_nowait()
-        if isinstance(outcome, Exception):
-            results.put(outcome)
-            return
-        written[index] = outcome
-    results.put(written)
-
-
-@contextmanager
-def checkpoint_save_on_cpu() -> Iterator[None]:
-    """Let `dist_checkpointing.save` run on CPU and inside this process.
-
-    Upstream forks writers from, and leaves a spawned manager process to, the calling process: unsafe in an actor full
-    of threads, and the manager outlives a killed rank. With a GPU only the in-process writer is put in place.
-    """
-    import torch
-    from megatron.core.dist_checkpointing.strategies import filesystem_async as upstream
-
-    results: queue.Queue[Any] = queue.Queue()
-    writer = upstream.FileSystemWriterAsync
-    with (
-        mock.patch.object(writer, "write_preloaded_data_multiproc", staticmethod(_write_in_process)),
-        mock.patch.object(upstream, "_get_write_results_queue", lambda: results),
-    ):
-        if torch.cuda.is_available():
-            yield
-            return
-        with (
-            mock.patch.object(torch.cuda, "synchronize", lambda *_args, **_kwargs: None),
-            mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
-        ):
-            yield

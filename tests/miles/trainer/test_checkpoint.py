@@ -202,8 +202,9 @@ def test_a_checkpoint_is_never_written_over(model: Path, tmp_path: Path) -> None
 
 def test_saving_starts_no_process(model: Path, tmp_path: Path) -> None:
     """Megatron's own way forks writers, and leaves a manager process that outlives a killed rank."""
+    before = set(psutil.Process().children(recursive=True))
     learner(model).save(tmp_path / "checkpoint")
-    assert psutil.Process().children(recursive=True) == []
+    assert set(psutil.Process().children(recursive=True)) <= before
 
 
 def test_what_is_no_checkpoint_is_named(model: Path, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from tests.miles.trainer.tiny import write_model
 
 pytestmark = pytest.mark.real
 
-TIMEOUT_S = 90.0
+TIMEOUT_S = 110.0
 OPERATIONS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
 MOST_OPERATIONS = 300
 
@@ -160,9 +161,9 @@ def save_and_prune(model: Path, root: Path, operation: int, in_place: bool) -> N
     from miles.trainer import checkpoint_writer
 
     if in_place:
-        checkpoint_writer.temporary_beside = lambda target: target
-        checkpoint_writer.publish = lambda temporary, target: None
-        checkpoint_writer.CheckpointWriter._remove = lambda self, temporary: None  # type: ignore[method-assign]
+        mock.patch.object(checkpoint_writer, "temporary_beside", lambda target: target).start()
+        mock.patch.object(checkpoint_writer, "publish", lambda temporary, target: None).start()
+        mock.patch.object(checkpoint_writer.CheckpointWriter, "_remove", lambda writer, temporary: None).start()
     with killed_before(root, operation):
         save(model, root, 2)
         Checkpoints(root, KeepRule(1))._prune()

@@ -72,12 +72,12 @@ def test_new_ranks_take_the_same_steps(tmp_path: Path) -> None:
                 for step, one, other in zip(range(4, LAST + 1), before[3:], after, strict=True):
                     assert differences(one, other) == [], f"{name}, step {step}"
     with ranks(1) as alone:
-        (found,) = alone.run_as(ONE_RANK, train, model, ONE_RANK, range(4, LAST + 1), None, tmp_path / "dp")
-        assert [step["lr"] for step in found] == [step["lr"] for step in wanted["dp"][0][3:]]
-        for after, before in zip(found, wanted["dp"][0][3:], strict=True):
+        (course,) = alone.run_as(ONE_RANK, train, model, ONE_RANK, range(4, LAST + 1), None, tmp_path / "dp")
+        assert [step["lr"] for step in course] == [step["lr"] for step in wanted["dp"][0][3:]]
+        for mine, theirs in zip(course, wanted["dp"][0][3:], strict=True):
             # Another order of summation, which Adam amplifies: no longer bit for bit.
-            assert after["loss"] == pytest.approx(before["loss"], abs=1e-5)
-            pairs = zip(after["weights"], before["weights"], strict=True)
+            assert mine["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
+            pairs = zip(mine["weights"], theirs["weights"], strict=True)
             assert max(float((a - b).abs().max()) for a, b in pairs) < 1e-4
 
 

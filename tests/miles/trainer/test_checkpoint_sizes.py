@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -208,13 +210,10 @@ def write_failing(folder: Path, checkpoint: Path, sizes: ParallelSizes) -> str:
     def full(_plan: Any) -> Any:
         raise OSError("no space left")
 
-    whole = checkpoint_writer._Plan.write
-    if torch.distributed.get_rank() == 1:
-        checkpoint_writer._Plan.write = full  # type: ignore[method-assign]
-    try:
-        write(folder, checkpoint, sizes)
-    except CheckpointFailed as error:
-        return str(error)
-    finally:
-        checkpoint_writer._Plan.write = whole  # type: ignore[method-assign]
+    on_rank_1 = torch.distributed.get_rank() == 1
+    with mock.patch.object(checkpoint_writer._Plan, "write", full) if on_rank_1 else contextlib.nullcontext():
+        try:
+            write(folder, checkpoint, sizes)
+        except CheckpointFailed as error:
+            return str(error)
     return "no error"
