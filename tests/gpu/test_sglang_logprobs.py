@@ -34,8 +34,9 @@ FLAGS = (
     "--skip-tokenizer-init --attention-backend triton --sampling-backend pytorch --grammar-backend none "
     "--mem-fraction-static 0.3 --cuda-graph-max-bs 32"
 )
+LIMIT = 0.02
 TEMPERATURES = (1.0, 0.25)
-"""Random weights make flat distributions; divided by 0.25 their logits spread as those of a trained model do."""
+"""What differs are the logits, by their bf16 rounding in every layer: a temperature of 0.25 multiplies it by four."""
 
 Samples = list[tuple[list[int], list[int], list[float]]]
 
@@ -106,7 +107,7 @@ def test_trainer_and_engine_agree(tmp_path: Path) -> None:
         learner = Learner(TrainerOptions(folder, device="cuda", dtype="bfloat16", temperature=temperature))
         difference = mean_difference(learner, of_one)
         print(f"temperature {temperature}: mean |trainer - engine| {difference:.5f}")
-        assert difference < 0.02
+        assert difference * temperature < LIMIT
         # Control: the last norm a fifth larger in the trainer alone, as after updates that the engine has missed.
         learner.model.decoder.final_layernorm.weight.data.mul_(1.2)
-        assert mean_difference(learner, of_one) > 0.02
+        assert mean_difference(learner, of_one) * temperature > LIMIT
