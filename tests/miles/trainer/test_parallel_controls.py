@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+import torch
 
 from miles.trainer.parallel import ParallelSizes
 from tests.miles.trainer import rank_calls
@@ -20,7 +21,7 @@ from tests.miles.trainer.parallel_checks import (
     logprob_error,
     with_sizes,
 )
-from tests.miles.trainer.plain_loop import plain_run
+from tests.miles.trainer.plain_loop import plain_run, response_logprobs
 from tests.miles.trainer.tiny import batch_of, reference, trajectory
 from tests.support.ranks import Ranks
 
@@ -108,4 +109,8 @@ def test_a_rank_with_nothing_to_train_keeps_in_step(
     assert sorted(len(run.logits) for run in runs) == [2, 2]
     assert largest(runs[0].gradients, wanted.gradients) < TOLERANCE
     assert runs[1].metrics[0]["loss"] == pytest.approx(wanted.losses[0], abs=TOLERANCE)
-    assert runs[0].metrics[0]["tokens"] == 5
+    members = batch.groups[0].trajectories
+    model = reference(options.model_path)
+    ratios = torch.cat([response_logprobs(model, one) - torch.tensor(one.logprobs) for one in members]).detach().exp()
+    for run in runs:
+        assert run.metrics[0]["ratio_mean"] == pytest.approx(float(ratios.mean()), rel=1e-5)

@@ -51,8 +51,9 @@ def test_after_a_warm_up_it_is_the_model_that_came_out_of_it(model: Path, tmp_pa
 
 
 def test_it_comes_back_from_a_checkpoint(model: Path, tmp_path: Path) -> None:
-    """Fails when a resumed run measures from the weights it resumed with."""
+    """Fails when a resumed run measures from the weights it resumed with, or from those of the model folder."""
     trained = learner(model, lr=1e-2, lr_warmup_steps=1, algorithm=WITH_KL)
+    trained.warmup_step([Example((1, 2), (3, 4))], 1e-2)
     trained.step(random_batch(1))
     trained.save(tmp_path / "checkpoint")
     resumed = learner(model, lr=1e-2, lr_warmup_steps=1, algorithm=WITH_KL)
