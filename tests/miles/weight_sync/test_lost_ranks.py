@@ -93,6 +93,15 @@ async def test_a_new_engine_does_not_wait_for_the_next_step(transport: str, tmp_
         assert (statistics.update_failures, statistics.fallbacks) == (0, 0)
 
 
+async def test_nothing_is_granted_from_ranks_that_are_gone(tmp_path: Path) -> None:
+    async with a_rig("rdt", tmp_path) as r:
+        await r.serving(await publish(r, 1))
+        ask = Ask(incarnation=r.engine("engine-0").incarnation, rank=0)
+        assert r.service.acquire(ask) is not None
+        r.ranks.lose()
+        assert r.service.acquire(ask) is None
+
+
 async def test_a_pull_that_the_death_cuts_off_is_no_fault_of_the_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
