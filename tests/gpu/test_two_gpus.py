@@ -1,7 +1,10 @@
-"""Two GPUs over NCCL train as one does: data, tensor and sequence, pipeline and context parallel."""
+"""Two GPUs over NCCL train as one does: data, tensor and sequence, pipeline, context and expert parallel."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,8 @@ SIZES = {
     "context": ParallelSizes(context=2),
     "expert": ParallelSizes(data=2, expert=2),
 }
+TOLERANCES = {"float32": 3e-5, "bfloat16": 0.03}
+TIMEOUT_S = 200.0
 
 
 def train(folder: Path, dtype: str, sizes: ParallelSizes) -> dict[str, Any]:
@@ -30,36 +35,60 @@ def train(folder: Path, dtype: str, sizes: ParallelSizes) -> dict[str, Any]:
     return {"losses": [m["loss"] for m in metrics], "norms": [m["grad_norm"] for m in metrics], "tensors": tensors}
 
 
-def train_as_rank(rank: int, folder: Path, dtype: str, sizes: ParallelSizes, rendezvous: str, out: Path) -> None:
-    """In a process of its own."""
+def train_as_rank(rank: int, root: Path, rendezvous: dict[str, str]) -> None:
+    """In a process of its own: every kind of parallelism in turn."""
     from miles.trainer.cpu_compat import import_megatron
     from miles.trainer.process_group import connect_rendezvous, join, leave
 
     import_megatron()
-    join(rank, sizes, connect_rendezvous(rendezvous, 60.0), rendezvous, device="cuda", gpu=rank)
-    result = train(folder, dtype, sizes)
-    if rank == 0:
-        torch.save(result, out)
-    leave()
+    for kind, address in rendezvous.items():
+        join(rank, SIZES[kind], connect_rendezvous(address, 60.0), address, device="cuda")
+        for dtype in TOLERANCES:
+            result = train(model_folder(root, kind), dtype, SIZES[kind])
+            if rank == 0:
+                torch.save(result, root / f"{kind}-{dtype}.pt")
+        leave()
+
+
+def model_folder(root: Path, kind: str) -> Path:
+    return root / ("qwen3_moe" if kind == "expert" else "qwen3")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder with the results of two ranks."""
+    from miles.trainer.process_group import host_rendezvous
+
+    root = tmp_path_factory.mktemp("two")
+    for name in ("qwen3", "qwen3_moe"):
+        write_model(root / name, name)
+    hosted = {kind: host_rendezvous(60.0, "127.0.0.1") for kind in SIZES}
+    addresses = {kind: address for kind, (_, address) in hosted.items()}
+    ranks = []
+    with pytest.MonkeyPatch.context() as patch:
+        for rank in range(2):
+            # A rank takes the first GPU that it sees.
+            patch.setenv("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[rank])
+            ranks.append(get_context("spawn").Process(target=train_as_rank, args=(rank, root, addresses)))
+            ranks[-1].start()
+            patch.undo()
+    for process in ranks:
+        process.join(TIMEOUT_S)
+        process.kill()
+    yield root
 
 
 @pytest.mark.usefixtures("megatron")
+@pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("kind", SIZES)
-def test_two_gpus_train_as_one(tmp_path: Path, kind: str) -> None:
-    from miles.trainer.process_group import host_rendezvous
-
-    folder = write_model(tmp_path / "model", "qwen3_moe" if kind == "expert" else "qwen3")
-    for dtype, tolerance in (("float32", 3e-5), ("bfloat16", 0.03)):
-        store, rendezvous = host_rendezvous(60.0, "127.0.0.1")
-        out = tmp_path / f"{dtype}.pt"
-        arguments = (folder, dtype, SIZES[kind], rendezvous, out)
-        torch.multiprocessing.spawn(train_as_rank, arguments, nprocs=2)  # type: ignore[no-untyped-call]
-        del store
-        found = torch.load(out)
-        expected = train(folder, dtype, ParallelSizes())
-        assert found["losses"] == pytest.approx(expected["losses"], abs=tolerance)
-        assert found["norms"] == pytest.approx(expected["norms"], rel=max(1e-4, tolerance))
-        assert found["tensors"].keys() == expected["tensors"].keys()
-        if dtype == "float32":
-            for name, tensor in expected["tensors"].items():
-                torch.testing.assert_close(found["tensors"][name], tensor, rtol=0, atol=tolerance)
+def test_two_gpus_train_as_one(trained: Path, kind: str, dtype: str) -> None:
+    result = trained / f"{kind}-{dtype}.pt"
+    assert result.is_file(), "the ranks ended before this"
+    found, tolerance = torch.load(result), TOLERANCES[dtype]
+    expected = train(model_folder(trained, kind), dtype, ParallelSizes())
+    assert found["losses"] == pytest.approx(expected["losses"], abs=tolerance)
+    assert found["norms"] == pytest.approx(expected["norms"], rel=max(1e-4, tolerance))
+    assert found["tensors"].keys() == expected["tensors"].keys()
+    if dtype == "float32":
+        for name, tensor in expected["tensors"].items():
+            torch.testing.assert_close(found["tensors"][name], tensor, rtol=0, atol=tolerance)
