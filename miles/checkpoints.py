@@ -9,7 +9,7 @@ that is being written or removed has a temporary name, and is swept up by `swept
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,28 +74,12 @@ def swept(folder: Path) -> Iterator[None]:
 class Checkpoints:
     """Names, orders and prunes; the trainer writes."""
 
-    def __init__(
-        self,
-        folder: Path,
-        rule: KeepRule,
-        *,
-        beside: TaskGroup | None = None,
-        on_complete: Callable[[int], None] | None = None,
-    ) -> None:
-        """Write in the task group `beside` while training goes on; without one, `save` waits for the writing.
-
-        `on_complete(step)` is called whenever the checkpoint of a step has become whole.
-        """
+    def __init__(self, folder: Path, rule: KeepRule, *, beside: TaskGroup | None = None) -> None:
+        """Write in the task group `beside` while training goes on; without one, `save` waits for the writing."""
         self._folder = folder.resolve()
         self._rule = rule
         self._beside = beside
-        self._on_complete = on_complete
         self._turn = anyio.Lock()
-
-    def latest(self) -> Path | None:
-        """The newest checkpoint; None before the first is whole."""
-        steps = saved_steps(self._folder)
-        return _named(self._folder, steps[-1]) if steps else None
 
     async def save(self, trainer: Trainer, step: int) -> Path:
         """Save the trainer's state, which is that of `step`; returns where it is or will be.
@@ -109,11 +93,6 @@ class Checkpoints:
         else:
             await self._beside.start(self._write, trainer, step, target, name=f"checkpoint {step}")
         return target
-
-    async def finish(self) -> None:
-        """Return once nothing is being written."""
-        async with self._turn:
-            pass
 
     async def _write(
         self, trainer: Trainer, step: int, target: Path, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED
@@ -141,8 +120,6 @@ class Checkpoints:
             on_copied()
             await anyio.to_thread.run_sync(self._prune)
         log.info("checkpoint_saved", step=step, folder=str(target))
-        if self._on_complete is not None:
-            self._on_complete(step)
 
     def _prune(self) -> None:
         for step in self._rule.superseded(saved_steps(self._folder)):

@@ -24,7 +24,7 @@ import torch
 from miles.bench.training_loops import Arm, Ids, MilesLoop, PackedLoop, PaddedLoop
 from miles.trainer.architecture import read_architecture
 from miles.trainer.sequences import TokenSequence
-from miles.trainer.throughput import PEAK_FLOPS, model_flops
+from miles.trainer.throughput import model_flops, peak_flops
 
 SHAPES = {
     "tiny": {"layers": 2, "hidden": 128, "heads": 4, "groups": 2, "head_dim": 32, "intermediate": 256, "vocab": 512},
@@ -169,7 +169,7 @@ def run(given: argparse.Namespace) -> list[Timings]:
 
 def table(timings: Sequence[Timings], load: str) -> str:
     """Markdown rows of one load."""
-    peak = _peak()
+    peak = peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     rows = [f"| {load} | real tokens/s | of the fastest hf | MFU | ms a step | peak GB | loss |", "|" + "---|" * 7]
     ours = [timing for timing in timings if timing.load == load]
     rival = max((timing.tokens_per_s for timing in ours if timing.arm.startswith("hf")), default=float("nan"))
@@ -182,13 +182,6 @@ def table(timings: Sequence[Timings], load: str) -> str:
             f"| {timing.losses[0]:.4f} to {timing.losses[-1]:.4f} |"
         )
     return "\n".join(rows)
-
-
-def _peak() -> float | None:
-    if not torch.cuda.is_available():
-        return None
-    words = torch.cuda.get_device_name().split()
-    return next((flops for name, flops in PEAK_FLOPS.items() if name in words), None)
 
 
 def _profile(arms: dict[str, Arm], sequences: Sequence[Ids]) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 from controllers.errors import ConfigError
 from miles.models.architecture import architecture_of, unsupported
 
-_WEIGHTS = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
+ONE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000
 
 
@@ -79,17 +79,17 @@ def _positive(path: Path, config: Mapping[str, Any], key: str) -> int:
 
 def weight_files(path: Path) -> list[str]:
     """Names of the safetensors files: the only one, or those that the index lists. Raises ConfigError for none."""
-    if (path / _WEIGHTS).is_file():
-        return [_WEIGHTS]
-    if not (path / _INDEX).is_file():
-        raise _fault(path, f"has no weights ({_WEIGHTS} or {_INDEX})")
-    weight_map = _read_object(path, _INDEX).get("weight_map")
+    if (path / ONE_FILE).is_file():
+        return [ONE_FILE]
+    if not (path / INDEX).is_file():
+        raise _fault(path, f"has no weights ({ONE_FILE} or {INDEX})")
+    weight_map = _read_object(path, INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise _fault(path, f"has a {_INDEX} without a weight_map")
+        raise _fault(path, f"has a {INDEX} without a weight_map")
     names = sorted({str(name) for name in weight_map.values()})
     for name in names:
         if not (path / name).is_file():
-            raise _fault(path, f"lacks {name}, which its {_INDEX} lists")
+            raise _fault(path, f"lacks {name}, which its {INDEX} lists")
     return names
 
 

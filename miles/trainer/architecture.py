@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from controllers.errors import ConfigError
 from miles.models.architecture import unsupported
+from miles.models.folder import read_config
 from miles.trainer.model_cut import check_cut
 from miles.trainer.parallel import ParallelSizes, Place
 
@@ -56,11 +56,7 @@ class Architecture:
 
 def read_architecture(folder: Path) -> Architecture:
     """Read `folder`/config.json. Raises ConfigError, naming `model.path`, for a missing or an unsupported model."""
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ConfigError(f"model.path: {str(folder)!r} has no config.json", key="model.path")
-    values = json.loads(path.read_text(encoding="utf-8"))
-    if (problem := unsupported(values)) is not None:
+    if (problem := unsupported(read_config(folder))) is not None:
         raise ConfigError(f"model.path: {str(folder)!r} {problem}", key="model.path")
     from transformers import AutoConfig  # for the defaults of each model type
 

@@ -116,7 +116,7 @@ class CheckpointWriter:
 
     def _report_to_first(self, plan: _Plan, temporary: Path, folder: Path) -> list[str]:
         """Write this rank's part; on rank 0, put the whole in its place. Returns what failed, as rank 0 sees it."""
-        mine = _Written(self._rank)
+        mine = _Written()
         try:
             mine.results = plan.write()
         except Exception as error:  # noqa: BLE001 - rank 0 must hear of any failure, or it would wait for the results
@@ -144,7 +144,6 @@ class CheckpointWriter:
 class _Written:
     """How one rank's writing went."""
 
-    rank: int
     results: Any = None
     failure: str = ""
 

@@ -96,10 +96,6 @@ class DistributedAdamW:
         for step in self._steps():
             step.fill_(state_dict["step"])
 
-    def reload_model_params(self) -> None:
-        """Take the model's parameters over into the fp32 copies: after they were changed from outside."""
-        self._megatron.reload_model_params()
-
     def _steps(self) -> list[Tensor]:
         return [state["step"] for part in self._parts for state in part.optimizer.state.values()]
 

@@ -21,7 +21,7 @@ class TrainerOptions:
     """Hugging Face folder: config.json, safetensors, tokenizer files."""
     seed: int = 0
     dtype: str = "float32"
-    """Parameters, gradients and optimizer state; only float32 is built on CPU."""
+    """Of the parameters and the forward pass; `bfloat16`, on GPUs only, keeps float32 main weights and gradients."""
     lr: float = 3e-4
     """Peak learning rate of reinforcement learning; the warm-up stage brings its own."""
     lr_warmup_steps: int = 10

@@ -65,14 +65,14 @@ def join(
     rendezvous: str,
     *,
     device: str = "cpu",
-    gpu: int = 0,
     join_timeout_s: float = 180.0,
     call_timeout_s: float = 600.0,
 ) -> Place:
     """Meet all other ranks and make Megatron's groups; the place of this rank.
 
     Raises WaitTimeout, naming the ranks that did not come within `join_timeout_s`. A collective that takes longer
-    than `call_timeout_s` fails on every rank. `gpu` is the index of this rank's GPU among those it can see.
+    than `call_timeout_s` fails on every rank. On `cuda` a rank takes
+    the first GPU that it can see.
     """
     _await_all(rank, sizes.world_size, store, join_timeout_s)
     host = rendezvous.rpartition(":")[0]
@@ -84,7 +84,7 @@ def join(
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        chosen = torch.device("cuda", gpu)
+        chosen = torch.device("cuda", 0)
         torch.cuda.set_device(chosen)
         distributed.init_process_group(
             "nccl", store=group, rank=rank, world_size=sizes.world_size, timeout=timeout, device_id=chosen

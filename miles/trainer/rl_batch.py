@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
 
-from executors.trajectory import Batch, Group, Trajectory
+from executors.trajectory import Batch, Trajectory
 from miles.algorithms import registry
 from miles.algorithms.advantages.batch import batch_advantages, takes_part
 from miles.algorithms.advantages.sample import Sample
@@ -40,8 +40,6 @@ class _Member:
     trajectory: Trajectory
     staleness: list[int]
     mask: list[bool]
-    penalties: list[float]
-    """The KL in the reward, of each trained token; empty without."""
     sample: Sample | None
 
 
@@ -96,7 +94,7 @@ def prepare(
             )
         )
     metrics = rollout_metrics([member.trajectory for member in flat], [member.staleness for member in flat], advantages)
-    penalties = [penalty for member in flat if member.sample is not None for penalty in member.penalties]
+    penalties = [penalty for member in flat if member.sample is not None for penalty in member.sample.penalties]
     if options.kl is not None and options.kl_in_reward and options.kl.coefficient and penalties:
         metrics["kl"] = math.fsum(penalties) / len(penalties) / options.kl.coefficient
     return RlBatch(tuple(sequences), tuple(kept), metrics)
@@ -126,12 +124,8 @@ def _members(
     rows = iter(reference if reference is not None else [None] * total)
     return [
         [_member(member, batch, age, options, next(rows)) for member in group.trajectories]
-        for group, age in _groups(batch)
+        for group, age in zip(batch.groups, batch.staleness, strict=True)
     ]
-
-
-def _groups(batch: Batch) -> list[tuple[Group, int]]:
-    return list(zip(batch.groups, batch.staleness, strict=True))
 
 
 def _member(
@@ -160,7 +154,7 @@ def _member(
                 penalty=options.overlong.penalty,
             )
         sample = Sample(reward, sum(mask), tuple(penalties))
-    return _Member(trajectory, staleness, mask, penalties, sample)
+    return _Member(trajectory, staleness, mask, sample)
 
 
 def _penalties(trajectory: Trajectory, reference: Sequence[float], options: AlgorithmOptions) -> list[float]:

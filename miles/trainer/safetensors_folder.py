@@ -16,16 +16,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from controllers.errors import ConfigError
+from miles.models.folder import INDEX, ONE_FILE, weight_files
 from miles.trainer.folders import new_folder
+from miles.trainer.layout import Box
 
-ONE_FILE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 MAX_FILE_BYTES = 5_000_000_000
 
 _EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
-
-Box = tuple[tuple[int, int], ...]
 
 
 class FolderReader:
@@ -86,18 +84,9 @@ class FolderReader:
 
 
 def _files_of_tensors(folder: Path) -> Mapping[str, str]:
-    """Tensor -> its file: by the index, else by looking into each file."""
-    if (folder / ONE_FILE).is_file():
-        files = [ONE_FILE]
-    elif (folder / INDEX).is_file():
-        weight_map: Mapping[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
-        return weight_map
-    else:
-        files = sorted(path.name for path in folder.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(f"model.path: {str(folder)!r} has no safetensors weights", key="model.path")
+    """Tensor -> its file."""
     found = {}
-    for file in files:
+    for file in weight_files(folder):
         with safe_open(str(folder / file), framework="pt") as opened:
             found.update(dict.fromkeys(opened.keys(), file))
     return found

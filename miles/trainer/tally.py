@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ class Tally:
     def totals(self, place: Place) -> tuple[dict[str, float], dict[str, float]]:
         """Sums and maxima over all ranks, the same on each; one collective. Names may differ between ranks.
 
-        Only one tensor-parallel rank of the last stage counts: its fellows saw the same tokens.
+        Of the last stage one tensor- and context-parallel rank counts: its fellows saw the same tokens.
         """
         counts = place.tensor == 0 and place.context == 0 and place.is_last_stage
         own = (_floats(self._sums), _floats(self._maxima)) if counts else ({}, {})
@@ -49,12 +49,11 @@ def _floats(values: dict[str, Tensor]) -> dict[str, float]:
     return dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True))
 
 
-def _merged(parts: Iterable[dict[str, float]], combine: object) -> dict[str, float]:
+def _merged(parts: Iterable[dict[str, float]], combine: Callable[[list[float]], float]) -> dict[str, float]:
     gathered: dict[str, list[float]] = {}
     for part in parts:
         for name, value in part.items():
             gathered.setdefault(name, []).append(value)
-    assert callable(combine)
     return {name: combine(values) for name, values in gathered.items()}
 
 

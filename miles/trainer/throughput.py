@@ -45,6 +45,12 @@ class Stopwatch:
         return phases | {"train_s": time.perf_counter() - self._started}
 
 
+def peak_flops(device: str) -> float | None:
+    """Of a device by its name; None where it is not known."""
+    words = device.split()
+    return next((flops for name, flops in PEAK_FLOPS.items() if name in words), None)
+
+
 def model_flops(arch: Architecture, sequences: Sequence[TokenSequence]) -> float:
     """Operations of one forward and backward pass over the sequences."""
     attention = arch.hidden * arch.head_dim * (2 * arch.heads + 2 * arch.groups)
@@ -65,7 +71,7 @@ def speed_metrics(
     """`train_tokens_per_s` over all ranks, padding not counted, and `mfu` where the device's peak is known."""
     tokens = sum(sequence.length for sequence in sequences)
     metrics = {"tokens_packed": float(tokens), "train_tokens_per_s": tokens / seconds if seconds > 0 else 0.0}
-    peak = next((flops for name, flops in PEAK_FLOPS.items() if name in device.split()), None)
+    peak = peak_flops(device)
     if peak is not None and seconds > 0:
         metrics["mfu"] = model_flops(arch, sequences) / (seconds * ranks * peak)
     return metrics

@@ -1,4 +1,4 @@
-"""The two sinks that know the steps of versions: which step a version is from, and when the executor hears that it is in service."""
+"""The two sinks that know the steps of versions: whose step a version is, and when the executor hears it is served."""
 
 from __future__ import annotations
 
