@@ -11,7 +11,7 @@ import pytest
 
 from controllers.errors import PublishFailed, WeightSyncError
 from controllers.events import EngineLaunched, VersionPublished
-from miles.weight_sync.messages import Ask, Pull
+from miles.weight_sync.messages import PROTOCOL, Ask, Pull
 from miles.weight_sync.service import TrainerWentOn
 from tests.miles.weight_sync.harness import Rig, cut_rows_or_columns, publish, quick, rig, same
 
@@ -96,7 +96,7 @@ async def test_a_new_engine_does_not_wait_for_the_next_step(transport: str, tmp_
 async def test_nothing_is_granted_from_ranks_that_are_gone(tmp_path: Path) -> None:
     async with a_rig("rdt", tmp_path) as r:
         await r.serving(await publish(r, 1))
-        ask = Ask(incarnation=r.engine("engine-0").incarnation, rank=0)
+        ask = Ask(protocol=PROTOCOL, incarnation=r.engine("engine-0").incarnation, rank=0)
         assert r.service.acquire(ask) is not None
         r.ranks.lose()
         assert r.service.acquire(ask) is None
