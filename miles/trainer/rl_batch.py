@@ -27,8 +27,6 @@ class RlBatch:
     """Sequences to train on, and what the rollouts looked like."""
 
     sequences: tuple[TokenSequence, ...]
-    trajectories: tuple[int, ...]
-    """For each sequence its place among all trajectories of the batch, in the order of `sampled_sequences`."""
     metrics: dict[str, float]
     """See `miles.trainer.rollout_metrics`."""
 
@@ -74,11 +72,9 @@ def prepare(
     values = [each for group in advantages for each in group]
     weights = iter(_weights(members, options))
     sequences: list[TokenSequence] = []
-    kept: list[int] = []
-    for index, (member, value) in enumerate(zip(flat, values, strict=True)):
+    for member, value in zip(flat, values, strict=True):
         if value is None:
             continue
-        kept.append(index)
         spread = iter(value)
         sequences.append(
             TokenSequence(
@@ -97,7 +93,7 @@ def prepare(
     penalties = [penalty for member in flat if member.sample is not None for penalty in member.sample.penalties]
     if options.kl is not None and options.kl_in_reward and options.kl.coefficient and penalties:
         metrics["kl"] = math.fsum(penalties) / len(penalties) / options.kl.coefficient
-    return RlBatch(tuple(sequences), tuple(kept), metrics)
+    return RlBatch(tuple(sequences), metrics)
 
 
 def token_staleness(trajectory: Trajectory, batch: Batch, group_staleness: int) -> list[int]:

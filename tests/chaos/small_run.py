@@ -27,6 +27,11 @@ def small(folder: Path, **extra: Any) -> dict[str, Any]:
     }
 
 
+def even_codes(prompt: str, response: str, label: str) -> float:
+    """A reward that an untrained model earns too: the share of characters with an even code."""
+    return sum(ord(character) % 2 == 0 for character in response) / max(1, len(response))
+
+
 def as_arguments(overrides: dict[str, Any]) -> list[str]:
     """The same as `key=value` words of a command line."""
     return [f"{key}={json.dumps(value)}" for key, value in overrides.items()]

@@ -29,13 +29,8 @@ OF_THIS_RUN = frozenset({"time", "weight_version"})
 """What a replay cannot have in common with the run, besides all that is measured in seconds."""
 
 
-def even_codes(prompt: str, response: str, label: str) -> float:
-    """A reward that an untrained model earns too: the share of characters with an even code."""
-    return sum(ord(character) % 2 == 0 for character in response) / max(1, len(response))
-
-
 def _run(folder: Path, **overrides: Any) -> None:
-    more = {"reward": "tests.chaos.test_debug_runs:even_codes", "eval__every": 0, **overrides}
+    more = {"reward": "tests.chaos.small_run:even_codes", "eval__every": 0, **overrides}
     assert run_training(load_config(QUICKSTART, small(folder, **more))) == EXIT_DONE
     assert read_summary(folder)["status"] == "finished"
 

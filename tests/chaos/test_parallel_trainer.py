@@ -20,11 +20,6 @@ from tests.chaos.small_run import (
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
 
-def many_codes(prompt: str, response: str, label: str) -> float:
-    """A reward that an untrained model earns too: the share of characters with an even code."""
-    return sum(ord(character) % 2 == 0 for character in response) / max(1, len(response))
-
-
 @pytest.mark.parametrize("sizes", [{"data_parallel": 2}, {"tensor_parallel": 2, "sequence_parallel": True}], ids=str)
 async def test_engines_sample_from_what_two_ranks_train(tmp_path: Path, sizes: dict[str, int]) -> None:
     """With staleness 0 each batch is sampled by the newest weights, so both sides' logprobs agree.
@@ -39,7 +34,7 @@ async def test_engines_sample_from_what_two_ranks_train(tmp_path: Path, sizes: d
         engines__count=1,
         rollout__max_staleness=0,
         trainer__optimizer__lr=0.01,
-        reward="tests.chaos.test_parallel_trainer:many_codes",
+        reward="tests.chaos.small_run:even_codes",
         **{f"trainer__{name}": size for name, size in sizes.items()},
     )
     async with miles.open_run(QUICKSTART, overrides) as run:

@@ -48,7 +48,6 @@ def test_a_group_becomes_sequences_with_its_advantages() -> None:
     batch = batch_of([sample(3, 1.0), sample(2, 0.0)], [sample(1, 0.5), sample(4, 0.5)])
     prepared = prepare(batch, PLAIN)
     assert advantages(prepared) == [[0.5] * 3, [-0.5] * 2, [0.0], [0.0] * 4]
-    assert prepared.trajectories == (0, 1, 2, 3)
     first = prepared.sequences[0]
     assert (first.prompt_ids, first.response_ids, first.behaviour) == ((1, 2), (100, 101, 102), (-0.5, -0.6, -0.7))
     assert first.mask is None and first.staleness == [0, 0, 0]
@@ -68,7 +67,6 @@ def test_who_takes_no_part_changes_nothing(advantage: str, aggregation: str, abs
     without = prepare(batch_of(*present), options)
     with_them = prepare(batch_of([*present[0], absent], [absent, *present[1]], [absent, absent]), options)
     assert with_them.sequences == without.sequences
-    assert with_them.trajectories == (0, 1, 4, 5)
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
@@ -125,7 +123,7 @@ def test_an_old_token_that_is_context_stays_masked_and_all_old_takes_no_part() -
     mixed = sample(4, 1.0, [(9, 2), (10, 2)], mask=[True, False, False, True])
     old = sample(3, 9.0, [(9, 3)])
     prepared = prepare(batch_of([mixed, old, sample(1, 0.0)]), options)
-    assert prepared.trajectories == (0, 2)
+    assert [len(one.response_ids) for one in prepared.sequences] == [4, 1]
     assert prepared.sequences[0].mask == [False, False, False, True]
     assert prepared.sequences[0].advantages == [0.0, 0.0, 0.0, 0.5]
 
@@ -206,7 +204,7 @@ def test_what_the_rollouts_looked_like() -> None:
 
 def test_a_batch_without_rewards_has_nothing_to_train() -> None:
     prepared = prepare(batch_of([sample(2, None), sample(0, 1.0)]), replace(PLAIN, aggregation="sequence_mean"))
-    assert prepared.sequences == () and prepared.trajectories == ()
+    assert prepared.sequences == ()
     assert prepared.metrics["reward"] == 1.0 and prepared.metrics["abstained"] == 1.0
     none = prepare(batch_of([sample(2, None)]), PLAIN)
     assert math.isnan(none.metrics["reward"]) and none.metrics["flat_groups"] == 1.0

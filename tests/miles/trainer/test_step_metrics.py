@@ -84,7 +84,13 @@ def test_a_maximum_that_is_no_number_stays_one() -> None:
 
 
 def test_the_tally_of_a_rank_that_others_repeat_does_not_count() -> None:
-    assert Tally().totals(Place()) == ({}, {})
+    """Fails when tensor-parallel, context-parallel or earlier pipeline ranks add theirs: every token counts once."""
+    tally = Tally()
+    tally.add("sum", torch.ones(3))
+    tally.raise_to("top", torch.ones(3))
+    assert tally.totals(Place()) == ({"sum": 3.0}, {"top": 1.0})
+    for place in (Place(tensor=1), Place(context=1), Place(pipeline=1)):
+        assert tally.totals(place) == ({}, {})
 
 
 DENSE = Architecture(
