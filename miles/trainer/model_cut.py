@@ -48,8 +48,5 @@ def _cuts(model: Mapping[str, Any], sizes: ParallelSizes) -> Iterator[tuple[str,
 
 
 def _experts(model: Mapping[str, Any]) -> int:
-    """Experts of a layer, under any of the names that families use; 0 for a dense model."""
-    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if isinstance(model.get(key), int):
-            return int(model[key])
-    return 0
+    """Experts of a layer; 0 for a dense model."""
+    return int(model.get("num_experts") or 0)
