@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
+from torch import Tensor
 
 from miles.algorithms.tokens import TrainedTokens
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def recomputed(tokens: TrainedTokens) -> Tensor:
@@ -24,4 +22,5 @@ def interpolated(tokens: TrainedTokens) -> Tensor:
         raise ValueError("an interpolated proximal policy needs the tokens' staleness")
     current = tokens.logprobs.detach()
     share = tokens.staleness.clamp(min=1).to(current.dtype).reciprocal().where(tokens.staleness > 0, 0.0)
-    return current + share * (tokens.behaviour - current)
+    # A token that the engine gave no probability at all (-inf) must not make the step NaN: 0 x -inf is.
+    return current + share * (tokens.behaviour - current).clamp_min(torch.finfo(current.dtype).min)

@@ -180,3 +180,11 @@ def test_an_advantage_may_be_one_of_each_token() -> None:
     """Room for a critic."""
     found = batch_advantages([[Sample(1.0, 2), Sample(0.0, 1)]], lambda groups: [[[0.5, -0.5], 1]])
     assert found == [[[0.5, -0.5], [1.0]]]
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e200, 1e-200])
+def test_the_spread_of_rewards_of_any_size_is_finite(scale: float) -> None:
+    """Fails where deviations are squared as they are: 1e200 squared is an OverflowError."""
+    mean, std = mean_and_std([scale * value for value in (1.0, 2.0, 3.0, 6.0)])
+    assert mean == pytest.approx(3.0 * scale)
+    assert std == pytest.approx(3.5**0.5 * scale if scale > 1e-6 else 0.0)

@@ -75,3 +75,12 @@ def test_the_interpolated_policy_comes_nearer_to_the_engines_the_fresher_the_tok
 def test_interpolation_needs_the_age_of_tokens() -> None:
     with pytest.raises(ValueError, match="staleness"):
         interpolated(replace(CASES["random"], staleness=None))
+
+
+def test_a_token_that_the_engine_held_impossible_leaves_the_interpolated_policy_finite() -> None:
+    """Fails without the bound: 0 x -inf is NaN for a fresh token, and one NaN would skip the whole step."""
+    tokens = CASES["random"]
+    impossible = torch.full_like(tokens.behaviour, -torch.inf)
+    for staleness in (0, 1, 3):
+        ages = torch.full_like(tokens.sequence, staleness)
+        assert interpolated(replace(tokens, behaviour=impossible, staleness=ages)).isfinite().all()

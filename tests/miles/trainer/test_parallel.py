@@ -19,17 +19,24 @@ CASES = {
     "qwen3-pp-tied": ("qwen3", True, PP),
     "qwen3-pp-untied": ("qwen3", False, PP),
     "qwen3-dp": ("qwen3", True, DP),
+    "qwen2-tp": ("qwen2", True, TP),
     "qwen2-tp-sp": ("qwen2", False, TP_SP),
     "qwen2-pp": ("qwen2", True, PP),
+    "qwen2-dp": ("qwen2", False, DP),
     "llama-tp": ("llama3", False, TP),
+    "llama-tp-sp": ("llama", True, TP_SP),
+    "llama-pp": ("llama3", True, PP),
     "llama-dp": ("llama", True, DP),
+    "gemma-tp": ("gemma", True, TP),
     "gemma-tp-sp": ("gemma", True, TP_SP),
     "gemma-pp": ("gemma", True, PP),
+    "gemma-dp": ("gemma", True, DP),
     "moe-ep": ("qwen3_moe", False, EP),
     "moe-dp": ("qwen3_moe", False, DP),
     "moe-tp-sp": ("qwen3_moe", False, TP_SP),
     "moe-pp": ("qwen3_moe", True, PP),
 }
+"""Every architecture along every dimension. Experts under tensor parallelism need sequence parallelism."""
 
 
 @pytest.mark.parametrize("case", CASES)
