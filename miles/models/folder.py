@@ -7,17 +7,33 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from controllers.errors import ConfigError
-from miles.models.architecture import architecture_of, unsupported
+from miles.models.architecture import architecture_of, rope_of, unsupported
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000
+_COUNTS = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "num_experts_per_tok",
+    "vocab_size",
+    "max_position_embeddings",
+)
+"""Keys of a config.json that hold a positive integer, where they hold anything."""
+_FLAGS = ("tie_word_embeddings", "norm_topk_prob")
+_NUMBERS = ("rms_norm_eps", "rope_theta", "factor", "low_freq_factor", "high_freq_factor")
+"""Positive numbers, at the top or among the settings of the rotary positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +70,31 @@ def _fault(path: Path, problem: str) -> ConfigError:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The content of a model folder's config.json. Raises ConfigError where there is none."""
+    """The content of a model folder's config.json. Raises ConfigError for none, and for sizes that are no numbers."""
     if not (path / "config.json").is_file():
         raise _fault(path, "has no config.json")
-    return _read_object(path, "config.json")
+    config = _read_object(path, "config.json")
+    for key, value, wanted in _wrong_values(config):
+        raise _fault(path, f"has a config.json whose {key} is {value!r}, not {wanted}")
+    return config
+
+
+def _wrong_values(config: Mapping[str, Any]) -> Iterator[tuple[str, object, str]]:
+    """(key, value, what it should be) of values of the wrong type; absent and null ones stand for a default."""
+    given = {key: value for key, value in {**rope_of(config), **config}.items() if value is not None}
+    for key in given:
+        value = given[key]
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if key in _COUNTS and not (number and isinstance(value, int) and value > 0):
+            yield key, value, "a positive integer"
+        elif key == "num_experts" and not (number and isinstance(value, int) and value >= 0):
+            yield key, value, "an integer"
+        elif key in _NUMBERS and not (number and value > 0):
+            yield key, value, "a positive number"
+        elif key in _FLAGS and not isinstance(value, bool):
+            yield key, value, "true or false"
+        elif key == "layer_types" and not isinstance(value, list):
+            yield key, value, "a list"
 
 
 def _read_object(path: Path, name: str) -> dict[str, Any]:
@@ -72,7 +109,7 @@ def _read_object(path: Path, name: str) -> dict[str, Any]:
 
 def _positive(path: Path, config: Mapping[str, Any], key: str) -> int:
     value = config.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not isinstance(value, int):
         raise _fault(path, f"has a config.json whose {key} is {value!r}, not a positive integer")
     return value
 

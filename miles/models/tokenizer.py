@@ -56,10 +56,12 @@ def _eos_ids(folder: Path, fast: FastTokenizer) -> tuple[int, ...]:
     """From generation_config.json, else config.json, else the token that tokenizer_config.json names; may be empty."""
     for name in ("generation_config.json", "config.json"):
         value = _read_json(folder / name).get("eos_token_id")
-        if isinstance(value, int):
-            return (value,)
-        if isinstance(value, list) and value:
-            return tuple(int(token) for token in value)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(token, int) for token in ids):
+            problem = f"has a {name} whose eos_token_id is {value!r}, not a token id or a list of them"
+            raise ConfigError(f"model.path: {str(folder)!r} {problem}", key="model.path")
+        if ids:
+            return tuple(ids)
     token = _read_json(folder / "tokenizer_config.json").get("eos_token")
     content = token.get("content") if isinstance(token, dict) else token
     found = fast.token_to_id(content) if isinstance(content, str) else None
