@@ -45,7 +45,7 @@ def check_name(key: str, name: str, builtin: Collection[str]) -> None:
         hint = did_you_mean(name, builtin)
         raise ConfigError(f"{key}: unknown name {name!r}{hint} (or package.module:function)", key=key)
     module_name, _, attribute = name.partition(":")
-    if not module_name or not attribute:
+    if not all(part.isidentifier() for path in (module_name, attribute) for part in path.split(".")):
         raise ConfigError(f"{key}: {name!r} is not of the form package.module:function", key=key)
 
 

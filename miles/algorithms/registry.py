@@ -114,7 +114,8 @@ def _check_names(function: Callable[..., Any], options: Mapping[str, object], ke
     kinds = [one.kind for one in inspect.signature(function).parameters.values()]
     unknown = [] if inspect.Parameter.VAR_KEYWORD in kinds else [name for name in options if name not in known]
     for name in unknown:
-        raise ConfigError(f"{key}.{name}: unknown key{did_you_mean(name, known)}", key=f"{key}.{name}")
+        hint = did_you_mean(name, known)
+        raise ConfigError(f"{key}.{name}: unknown key{hint} (value {options[name]!r})", key=f"{key}.{name}")
 
 
 def _checked_values(function: Callable[..., Any], options: Mapping[str, object], key: str) -> dict[str, object]:
@@ -127,4 +128,9 @@ def _checked_values(function: Callable[..., Any], options: Mapping[str, object],
         except ValidationError as error:
             problem = error.errors()[0]["msg"].replace("Input should", "must")
             raise ConfigError(f"{key}.{name}: {problem}, got {value!r}", key=f"{key}.{name}") from error
+    bounds: dict[str, Any] = {name: one.default for name, one in _keywords(function).items()}
+    bounds |= values
+    if {"low", "high"} <= set(bounds) and bounds["low"] > bounds["high"]:
+        problem = f"must be at most {key}.high ({bounds['high']:g})"
+        raise ConfigError(f"{key}.low: {problem}, got {bounds['low']:g}", key=f"{key}.low")
     return values

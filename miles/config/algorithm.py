@@ -34,9 +34,11 @@ class KlConfig(Section):
     """In the loss: the gradient of the KL from policy to reference, or that of the estimator (GRPO's is k3's own)."""
 
     @model_validator(mode="after")
-    def _k1_has_a_gradient(self) -> KlConfig:
+    def _gradient_means_something(self) -> KlConfig:
         if self.estimator == "k1" and self.place == "loss" and self.gradient == "estimator":
             raise KeyProblem("algorithm.kl.gradient", "that of k1 is 0 on average, use 'reverse_kl'", self.gradient)
+        if self.place == "reward" and self.gradient == "estimator":
+            raise KeyProblem("algorithm.kl.gradient", "a KL in the reward has no gradient", self.gradient)
         return self
 
 
@@ -80,7 +82,8 @@ class AlgorithmConfig(Section):
     """Arguments of the advantage: `scale_by_std` and `eps` of `grpo` and `rloo`, `eps` of `reinforce_plus_plus`."""
 
     loss: Name = "clipped"
-    """The policy loss: `clipped` (PPO, GRPO, DAPO), `gspo`, `cispo`, `reinforce`, `supervised`.
+    """The policy loss: `clipped` (PPO, GRPO, DAPO), `gspo`, `cispo`, `reinforce`, or `supervised`,
+    which imitates samples whatever their reward.
 
     Or `package.module:function`."""
 

@@ -6,6 +6,7 @@ A check that involves several keys raises `KeyProblem`, which names the key that
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -16,8 +17,14 @@ class KeyProblem(ValueError):
     """A value that is impossible next to others. `key` is the dotted key, `value` what it holds (None: null)."""
 
     def __init__(self, key: str, problem: str, value: object) -> None:
-        super().__init__(f"{key}: {problem}, got {'null' if value is None else repr(value)}")
+        super().__init__(f"{key}: {problem}, got {quote(value)}")
         self.key = key
+
+
+def quote(value: object) -> str:
+    """A value as YAML would have it, for an error; cut where it is long."""
+    text = repr(str(value)) if isinstance(value, str | Path) else json.dumps(value, default=str)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 class Section(BaseModel):
@@ -49,3 +56,5 @@ Count = Annotated[int, Field(ge=0)]
 PositiveInt = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+"""Of a running mean: 1 would never take in anything."""

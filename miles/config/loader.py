@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -17,7 +16,7 @@ from pydantic_core import ErrorDetails
 
 from controllers.errors import ConfigError
 from miles.config import yaml_text
-from miles.config.base import KeyProblem, Section
+from miles.config.base import KeyProblem, Section, quote
 from miles.config.checks import check_environment
 from miles.config.schema import RunConfig
 
@@ -88,7 +87,7 @@ def _read(file: Path) -> dict[str, Any]:
         raise ConfigError(f"config file {str(file)!r} cannot be read: {error}", path=str(file)) from error
     document = yaml_text.parse(text, str(file))
     if not isinstance(document, dict):
-        raise ConfigError(f"{file}: must hold sections of keys, got {_quote(document)}", path=str(file))
+        raise ConfigError(f"{file}: must hold sections of keys, got {quote(document)}", path=str(file))
     return document
 
 
@@ -140,21 +139,16 @@ class _Sources:
             return f"{self.of(cause.key)}: {cause}"
         key = ".".join(str(part) for part in detail["loc"])
         if detail["type"] == "extra_forbidden":
-            return f"{self.of(key)}: unknown key {key!r}{_suggestion(key)} (value {_quote(detail['input'])})"
+            return f"{self.of(key)}: unknown key {key!r}{_suggestion(key)} (value {quote(detail['input'])})"
         if detail["type"] == "missing":
             if isinstance(detail["loc"][-1], int):
                 parent = key.rpartition(".")[0]
-                return f"{self.of(parent)}: {parent}: has too few entries, got {_quote(detail['input'])}"
+                return f"{self.of(parent)}: {parent}: has too few entries, got {quote(detail['input'])}"
             return f"{self.of(key)}: {key}: is required"
         problem = _TYPE_WORDS.get(detail["type"]) or str(cause or detail["msg"])
         for theirs, ours in _REWORDED:
             problem = problem.replace(theirs, ours)
-        return f"{self.of(key)}: {key}: {problem}, got {_quote(detail['input'])}"
-
-
-def _quote(value: Any) -> str:
-    text = repr(value) if isinstance(value, str | Path) else json.dumps(value, default=str)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+        return f"{self.of(key)}: {key}: {problem}, got {quote(detail['input'])}"
 
 
 def _suggestion(key: str) -> str:

@@ -165,8 +165,11 @@ def _cross_check(config: RunConfig) -> Iterator[KeyProblem]:
         yield KeyProblem("rollout.routing_replay", "the embedded engine tells no experts", True)
     if config.trainer.dtype == "bfloat16" and config.trainer.device == "cpu":
         yield KeyProblem("trainer.dtype", "needs trainer.device: cuda", config.trainer.dtype)
+    if config.trainer.recompute and config.trainer.device == "cpu":
+        yield KeyProblem("trainer.recompute", "needs trainer.device: cuda", True)
     if config.trainer.backend_options and config.trainer.backend == "megatron":
         yield KeyProblem("trainer.backend_options", "'megatron' has none", config.trainer.backend_options)
+    yield from _without_effect(config)
     if config.debug.rollout_only and config.debug.replay is not None:
         yield KeyProblem("debug.rollout_only", "there is nothing to generate where debug.replay is set", True)
     if engines.port is not None and engines.port + engines.count - 1 > 65535:
@@ -186,3 +189,18 @@ def _cross_check(config: RunConfig) -> Iterator[KeyProblem]:
         yield KeyProblem(
             "weight_sync.max_updating", f"must be at most engines.count ({engines.count}), or null", max_updating
         )
+
+
+def _without_effect(config: RunConfig) -> Iterator[KeyProblem]:
+    """Options that differ from their defaults, and that nothing would read."""
+    algorithm, trainer = config.algorithm, config.trainer
+    if algorithm.loss == "supervised":
+        if algorithm.kl is not None and algorithm.kl.place == "reward":
+            yield KeyProblem("algorithm.kl.place", "the loss 'supervised' looks at no reward", algorithm.kl.place)
+        if algorithm.advantage_options:
+            problem = "the loss 'supervised' looks at no advantage"
+            yield KeyProblem("algorithm.advantage_options", problem, algorithm.advantage_options)
+    if trainer.backend != "megatron":
+        for key in ("rebuilds", "bad_steps", "max_bad_steps_in_a_row"):
+            if getattr(trainer, key) != TrainerConfig.model_fields[key].default:
+                yield KeyProblem(f"trainer.{key}", "only 'megatron' has it", getattr(trainer, key))

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from miles.config.base import Count, Fraction, PositiveInt, Seconds, Section
+from miles.config.base import Count, Decay, Fraction, PositiveInt, Seconds, Section
 from miles.trainer.parallel import ParallelSizes
 
 
@@ -25,7 +25,7 @@ class OptimizerConfig(Section):
     final_fraction: Fraction = 0.1
     """The learning rate of the last step, as a fraction of the peak; without effect on `constant`."""
 
-    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.95)
+    betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.95)
     """Decay of the running means of the gradient and of its square."""
 
     eps: Annotated[float, Field(gt=0)] = 1.0e-8

@@ -22,8 +22,9 @@ def read_options(into: type[T], options: Mapping[str, Any]) -> T:
     known = [field.name for field in fields(into)]  # type: ignore[arg-type]
     for key in options:
         if key not in known:
+            hint = did_you_mean(str(key), known)
             raise ConfigError(
-                f"data.options.{key}: unknown key{did_you_mean(str(key), known)}", key=f"data.options.{key}"
+                f"data.options.{key}: unknown key{hint} (value {options[key]!r})", key=f"data.options.{key}"
             )
     try:
         return TypeAdapter(into).validate_python(dict(options))

@@ -31,7 +31,7 @@ class TrainerOptions:
     lr_decay_steps: int = 500
     """Step at which the decay ends: usually the total number of RL steps."""
     lr_final_fraction: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.0
     clip_grad: float = 1.0
@@ -72,6 +72,8 @@ class TrainerOptions:
             value = getattr(self, key)
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"trainer {key} must be 0 or more, not {value!r}", key=key)
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"trainer betas must be 0 or more and below 1, not {self.betas!r}", key="betas")
         if self.skip_grad_norm is not None and not self.skip_grad_norm > 0:
             raise ConfigError(
                 f"trainer skip_grad_norm must be above 0, not {self.skip_grad_norm!r}", key="skip_grad_norm"
@@ -87,3 +89,5 @@ class TrainerOptions:
             raise ConfigError(f"trainer dtype must be float32 or bfloat16, not {self.dtype!r}", key="dtype")
         if self.dtype != "float32" and self.device == "cpu":
             raise ConfigError(f"trainer dtype {self.dtype!r} is not supported on CPU: use float32", key="dtype")
+        if self.recompute and self.device == "cpu":
+            raise ConfigError("trainer recompute needs a GPU", key="recompute")

@@ -38,7 +38,8 @@ class ParallelSizes:
             )
         if self.sequence and self.tensor == 1:
             raise ConfigError(
-                "trainer.sequence_parallel needs trainer.tensor_parallel above 1", key="trainer.sequence_parallel"
+                "trainer.sequence_parallel needs trainer.tensor_parallel above 1, got 1",
+                key="trainer.sequence_parallel",
             )
 
     @property

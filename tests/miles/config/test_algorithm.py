@@ -29,7 +29,7 @@ def config_file(tmp_path: Path) -> Path:
         ("advantage=grop", "algorithm.advantage: unknown name 'grop'; did you mean 'grpo'?"),
         (
             "advantage_options={scale: 1}",
-            "algorithm.advantage_options.scale: unknown key; did you mean 'scale_by_std'?",
+            "algorithm.advantage_options.scale: unknown key; did you mean 'scale_by_std'? (value 1)",
         ),
         ("advantage_options={eps: yes}", "algorithm.advantage_options.eps: must be a valid number, got 'yes'"),
         ("loss=cliped", "algorithm.loss: unknown name 'cliped'; did you mean 'clipped'?"),
@@ -51,7 +51,19 @@ def config_file(tmp_path: Path) -> Path:
         ),
         (
             "correction={name: icepop, options: {level: token}}",
-            "algorithm.correction.options.level: unknown key; known: high, low",
+            "algorithm.correction.options.level: unknown key; known: high, low (value 'token')",
+        ),
+        (
+            "correction={name: mis, options: {low: 3, high: 2}}",
+            "algorithm.correction.options.low: must be at most algorithm.correction.options.high (2), got 3",
+        ),
+        (
+            "correction={name: icepop, options: {high: 0.25}}",
+            "algorithm.correction.options.low: must be at most algorithm.correction.options.high (0.25), got 0.5",
+        ),
+        (
+            "kl={coefficient: 1, place: reward, gradient: estimator}",
+            "algorithm.kl.gradient: a KL in the reward has no gradient, got 'estimator'",
         ),
         ("correction={name: tis, nam: x}", "unknown key 'algorithm.correction.nam', did you mean 'algorithm.correct"),
         ("overlong={buffer: 17}", "algorithm.overlong.buffer: must be at most rollout.max_tokens (16), got 17"),
@@ -75,6 +87,14 @@ def test_a_loss_that_does_not_clip_takes_no_bounds(config_file: Path, loss: str)
     load_config(config_file, [f"algorithm.loss={loss}"])
 
 
+def test_options_that_a_supervised_loss_would_not_read_are_refused(config_file: Path) -> None:
+    supervised = {"algorithm.loss": "supervised", "algorithm.kl": {"coefficient": 0.1}}
+    load_config(config_file, supervised)
+    for key, value in (("kl", {"coefficient": 0.1, "place": "reward"}), ("advantage_options", {"eps": 0.1})):
+        with pytest.raises(ConfigError, match=rf"algorithm\.{key}.*: the loss 'supervised' looks at no "):
+            load_config(config_file, supervised | {f"algorithm.{key}": value})
+
+
 @pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline"])
 def test_a_group_baseline_needs_a_group(config_file: Path, advantage: str) -> None:
     with pytest.raises(ConfigError, match=r"rollout\.group_size: advantage .* compares samples"):
@@ -96,7 +116,7 @@ def test_every_key_arrives(config_file: Path) -> None:
         "clip": [0.1, 0.3],
         "loss_options": {},
         "aggregation": "sequence_mean",
-        "kl": {"coefficient": 0.5, "estimator": "k2", "place": "reward", "gradient": "estimator"},
+        "kl": {"coefficient": 0.5, "estimator": "k2", "place": "loss", "gradient": "estimator"},
         "entropy_coefficient": 0.25,
         "correction": {"name": "tis", "options": {"cap": 3.0}, "proximal": "interpolated"},
         "overlong": {"buffer": 4, "penalty": 0.5},
@@ -111,7 +131,7 @@ def test_every_key_arrives(config_file: Path) -> None:
         loss_options={"clip": (0.1, 0.3)},
         aggregation="sequence_mean",
         max_tokens=16,
-        kl=KlOptions(0.5, "k2", "reward", "estimator"),
+        kl=KlOptions(0.5, "k2", "loss", "estimator"),
         entropy_coefficient=0.25,
         correction=CorrectionOptions("tis", {"cap": 3.0}, "interpolated"),
         overlong=OverlongOptions(4, 0.5),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from controllers.errors import ConfigError
+from miles.cli.app import run
 from miles.config import check_ports, load_config
 from miles.models.presets import write_preset
 from miles.trainer.model_cut import check_cut
@@ -56,6 +57,19 @@ def test_a_model_folder_without_weights_is_refused(config_file: Path, tmp_path: 
     assert line.startswith(f"command line: model.path: '{folder}' has no weights")
 
 
+def test_a_size_of_a_model_that_is_no_number_is_one_line(
+    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fails when config.json is counted with before it is checked: a traceback."""
+    folder = write_preset("tiny-qwen3", tmp_path / "model")
+    shape = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**shape, "num_attention_heads": "four"}))
+    assert run(["check", str(config_file), f"model.path={folder}"]) == 2
+    line = f"model.path: '{folder}' has a config.json whose num_attention_heads is 'four', not a positive integer"
+    printed = capsys.readouterr().err
+    assert line in printed and printed.count("\n") == 1
+
+
 def test_a_missing_model_folder_and_an_unknown_preset_are_refused(config_file: Path, tmp_path: Path) -> None:
     assert f"model.path: '{tmp_path / 'no'}'" in refusal(config_file, f"model.path={tmp_path / 'no'}")
     line = refusal(config_file, "model.preset=tiny-qwen")
@@ -84,7 +98,7 @@ def test_jsonl_names_a_wrong_field(config_file: Path, tmp_path: Path) -> None:
     ("override", "parts"),
     [
         ("data.source=sort_digts", ("data.source", "'sort_digts'", "sort_digits")),
-        ("data.options={digit: 3}", ("data.options.digit", "digits")),
+        ("data.options={digit: 3}", ("data.options.digit", "digits", "(value 3)")),
         ("reward=exact_mach", ("reward", "'exact_mach'", "exact_match")),
         ("algorithm.advantage=grop", ("algorithm.advantage", "'grop'", "grpo")),
         ("algorithm.advantage=:grpo", ("algorithm.advantage", "':grpo'", "package.module:function")),
@@ -105,9 +119,16 @@ def test_names_of_code_are_checked_and_suggested(config_file: Path, override: st
         (["pipeline_parallel=3"], "trainer.pipeline_parallel: 3 ranks cannot share 2 layers"),
         (["expert_parallel=2"], "trainer.expert_parallel = 2 must divide data_parallel x context_parallel = 1"),
         (["expert_parallel=2", "data_parallel=2"], "trainer.expert_parallel: the model has no experts to share over 2"),
-        (["sequence_parallel=true"], "trainer.sequence_parallel needs trainer.tensor_parallel above 1"),
+        (["sequence_parallel=true"], "trainer.sequence_parallel needs trainer.tensor_parallel above 1, got 1"),
         (["data_parallel=0"], "trainer.data_parallel: must be at least 1, got 0"),
         (["dtype=bfloat16"], "trainer.dtype: needs trainer.device: cuda, got 'bfloat16'"),
+        (["recompute=true"], "trainer.recompute: needs trainer.device: cuda, got true"),
+        (["optimizer.betas=[0.9, 1.0]"], "trainer.optimizer.betas.1: must be below 1, got 1.0"),
+        (["optimizer.betas=[1.0, 0.9]"], "trainer.optimizer.betas.0: must be below 1, got 1.0"),
+        (["backend=a:b:c"], "trainer.backend: 'a:b:c' is not of the form package.module:function"),
+        (["backend=a b:c"], "trainer.backend: 'a b:c' is not of the form package.module:function"),
+        (["backend=own:make", "rebuilds=1"], "trainer.rebuilds: only 'megatron' has it, got 1"),
+        (["backend=own:make", "bad_steps=stop"], "trainer.bad_steps: only 'megatron' has it, got 'stop'"),
         (["backend=megatrn"], "trainer.backend: unknown name 'megatrn'; did you mean 'megatron'?"),
         (["backend_options={lr: 1}"], "trainer.backend_options: 'megatron' has none"),
     ],
@@ -122,7 +143,7 @@ def test_sizes_that_fit_and_other_trainers_pass(config_file: Path) -> None:
     fitting = ["tensor_parallel=2", "sequence_parallel=true", "pipeline_parallel=2", "data_parallel=3"]
     config = load_config(config_file, [f"trainer.{override}" for override in fitting])
     assert config.trainer.parallel_sizes().world_size == 12
-    load_config(config_file, ["trainer.backend=no_such_module:make", "trainer.tensor_parallel=4"])
+    load_config(config_file, ["trainer.backend=no_such_module.inner:Made.by", "trainer.tensor_parallel=4"])
     load_config(config_file, ["trainer.device=cuda", "trainer.dtype=bfloat16"])
 
 

@@ -78,9 +78,9 @@ def test_a_number_that_is_none_names_its_key(minimal: Path) -> None:
         ("rollout.top_k=0", "rollout.top_k: must be -1 (off) or at least 1, got 0"),
         (
             "rollout.sampling_mask=true",
-            "rollout.sampling_mask: without rollout.top_p or rollout.top_k every token is kept, got True",
+            "rollout.sampling_mask: without rollout.top_p or rollout.top_k every token is kept, got true",
         ),
-        ("rollout.routing_replay=true", "rollout.routing_replay: the embedded engine tells no experts, got True"),
+        ("rollout.routing_replay=true", "rollout.routing_replay: the embedded engine tells no experts, got true"),
         ("rollout.temperature=.inf", "rollout.temperature: must be a finite number, got Infinity"),
         ("weight_sync.n_slots=1", "weight_sync.n_slots: must be at least 2, got 1"),
         ("weight_sync.mode=hold", "weight_sync.mode: must be 'abort', 'retract' or 'in_place', got 'hold'"),
