@@ -42,7 +42,7 @@ class RolloutRun:
         self._recorder = recorder
         self._log = BatchLog(recorder.path / BATCHES_FOLDER, keep=True)
         self._kept = 0
-        # The advantages of a KL in the reward need a reference model; what is reported here does not.
+        # A KL penalty needs a reference model; what is reported here does not.
         self._algorithm = replace(algorithm_options(config), kl=None)
         stream = self.executor.batches(parts.material.data.train())
         self._batches = RunBatches(stream, config.train.steps, lambda: self._kept)

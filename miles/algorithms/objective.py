@@ -8,10 +8,11 @@ the trainer from `AlgorithmOptions` and called with each micro-batch; it never s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from miles.algorithms import registry
-from miles.algorithms.options import AlgorithmOptions
+from miles.algorithms.options import AlgorithmOptions, KlGradient
 from miles.algorithms.proximal import interpolated, recomputed
 from miles.algorithms.tokens import MAX_LOG_RATIO, TokenLoss, TrainedTokens, ratio_of
 
@@ -27,10 +28,11 @@ class Objective:
     def __init__(self, options: AlgorithmOptions) -> None:
         self.options = options
         self._loss = registry.load("loss", options.loss, options.loss_options)
-        correction, kl = options.correction, options.kl
+        correction = options.correction
         self._correct = None if correction is None else registry.load("correction", correction.name, correction.options)
         self._proximal = None if correction is None else _PROXIMAL[correction.proximal]
-        self._estimate = registry.load("kl", kl.estimator, {}) if kl is not None and options.kl_in_loss else None
+        self._kl = options.kl if options.kl is not None and options.kl.place == "loss" else None
+        self._estimate = None if self._kl is None else registry.load("kl", self._kl.estimator)
 
     @property
     def needs_proximal(self) -> bool:
@@ -39,11 +41,6 @@ class Objective:
         A trainer that makes one update of each batch need not compute them: its current ones are those.
         """
         return self._proximal is recomputed
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether it needs the reference model's logprobs. (With the KL in the reward, the advantages need them.)"""
-        return self._estimate is not None
 
     @property
     def needs_entropy(self) -> bool:
@@ -70,9 +67,9 @@ class Objective:
             values = weight * values
             metrics |= {"correction_mean": weight, "correction_masked": (weight == 0).float()}
             maxima["correction_max"] = weight
-        if self._estimate is not None:
-            penalty = self._kl(tokens)
-            values = values + self._kl_coefficient * penalty
+        if self._kl is not None and self._estimate is not None:
+            penalty = _kl(tokens, self._estimate, self._kl.gradient)
+            values = values + self._kl.coefficient * penalty
             metrics["kl"] = penalty.detach()
         if tokens.entropy is not None:
             metrics["entropy"] = tokens.entropy.detach()
@@ -82,22 +79,17 @@ class Objective:
             values = values - self.options.entropy_coefficient * tokens.entropy
         return TokenLoss(values, metrics, maxima)
 
-    @property
-    def _kl_coefficient(self) -> float:
-        return 0.0 if self.options.kl is None else self.options.kl.coefficient
 
-    def _kl(self, tokens: TrainedTokens) -> Tensor:
-        """The estimated KL of each token, [n], with the gradient that was asked for.
+def _kl(tokens: TrainedTokens, estimate: Callable[[Tensor], Tensor], gradient: KlGradient) -> Tensor:
+    """The estimated KL of each token, [n], with the gradient that was asked for.
 
-        With x = log(policy / reference), that of KL(policy || reference) over the policy's own samples is x times the
-        gradient of logprobs, which is k2's (arXiv 2510.01555).
-        """
-        if tokens.reference is None or self._estimate is None or self.options.kl is None:
-            raise ValueError("a KL penalty needs the reference model's logprobs")
-        log_ratio = (tokens.logprobs - tokens.reference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        if self.options.kl.gradient == "estimator":
-            own: Tensor = self._estimate(log_ratio)
-            return own
-        fixed = log_ratio.detach()
-        value: Tensor = self._estimate(fixed)
-        return value + fixed * (log_ratio - fixed)
+    With x = log(policy / reference), that of KL(policy || reference) over the policy's own samples is x times the
+    gradient of logprobs, which is k2's (arXiv 2510.01555).
+    """
+    if tokens.reference is None:
+        raise ValueError("a KL penalty needs the reference model's logprobs")
+    log_ratio = (tokens.logprobs - tokens.reference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    if gradient == "estimator":
+        return estimate(log_ratio)
+    fixed = log_ratio.detach()
+    return estimate(fixed) + fixed * (log_ratio - fixed)

@@ -94,16 +94,6 @@ class AlgorithmOptions:
                 self.overlong.buffer,
             )
 
-    @property
-    def kl_in_loss(self) -> bool:
-        """Whether the loss needs the reference model's logprobs."""
-        return self.kl is not None and self.kl.place == "loss"
-
-    @property
-    def kl_in_reward(self) -> bool:
-        """Whether the advantages need the reference model's logprobs."""
-        return self.kl is not None and self.kl.place == "reward"
-
 
 DEFAULT_ALGORITHM = AlgorithmOptions()
 

@@ -34,7 +34,7 @@ class TrainedTokens:
 
     A trainer that makes one update of each batch may leave them out: `logprobs` are those."""
     reference: Tensor | None = None
-    """The reference model's, where the objective asks for them (`needs_reference`)."""
+    """The reference model's, where there is a KL penalty."""
     entropy: Tensor | None = None
     """Of the trainer's distribution at each token, in nats, differentiable where the objective asks for it."""
     staleness: Tensor | None = None

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from torch import Tensor
 
 from executors.trajectory import Batch
 from miles.algorithms.losses.supervised import supervised
@@ -85,15 +86,11 @@ class Learner:
             raise ValueError(f"a batch for step {batch.step}, but the next step is {self.counters.steps + 1}")
         algorithm = self.options.algorithm
         reference = None
-        if algorithm.kl_in_reward:
-            with watch.phase("reference"):
-                reference = self._reference_logprobs(sampled_sequences(batch))
+        if algorithm.kl is not None:
+            with watch.phase("reference"), self._made_reference().in_place(self.model):
+                reference = self._score(sampled_sequences(batch))
         with watch.phase("advantage"):
             prepared = prepare(batch, algorithm, reference)
-        sequences = prepared.sequences
-        if self._objective.needs_reference:
-            with watch.phase("reference"):
-                sequences = self._with_reference(sequences)
         head = TrainingHead(
             self._token_logprobs(self.options.temperature),
             self._objective,
@@ -101,7 +98,7 @@ class Learner:
             entropy_gradient=self._objective.needs_entropy,
         )
         lr = learning_rate(self.options, batch.step)
-        metrics = self._update(sequences, head, lr, watch)
+        metrics = self._update(prepared.sequences, head, lr, watch)
         self.counters = replace(self.counters, steps=batch.step)
         return StepStats(batch.step, prepared.metrics | metrics | watch.metrics())
 
@@ -120,8 +117,7 @@ class Learner:
 
     def logprobs(self, sequences: Sequence[PromptAndResponse]) -> list[list[float]]:
         """Logprob of each response token, temperature applied; [] for an empty response. The same on every rank."""
-        made = [TokenSequence(prompt, response) if response else None for prompt, response in sequences]
-        return self._score_filled(made)
+        return self._score([TokenSequence(prompt, response) if response else None for prompt, response in sequences])
 
     def shards(self) -> Iterator[TensorShard]:
         """Live views of this rank's parameters as boxes of the Hugging Face tensors."""
@@ -134,8 +130,7 @@ class Learner:
 
     def begin_save(self, folder: Path) -> None:
         """Copy everything that a checkpoint holds; a thread writes it while training goes on. A collective."""
-        reference = self._made_reference().weights if self._uses_reference else None
-        state = checkpoint.state_to_save(self.model, self.optimizer, self.counters, reference)
+        state = checkpoint.state_to_save(self.model, self.optimizer, self.counters, self._reference_weights())
         self._checkpoint_writer.begin(folder, state)
 
     def finish_save(self) -> None:
@@ -145,8 +140,7 @@ class Learner:
     def load(self, folder: Path) -> None:
         """Restore a checkpoint in place: views handed out by `shards` stay valid."""
         self.finish_save()
-        reference = self._made_reference().weights if self._uses_reference else None
-        self.counters = checkpoint.load(folder, self.model, self.optimizer, reference)
+        self.counters = checkpoint.load(folder, self.model, self.optimizer, self._reference_weights())
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face folder from rank 0; collective over all ranks."""
@@ -184,39 +178,24 @@ class Learner:
         self.counters = replace(self.counters, skipped_steps=self.counters.skipped_steps + skipped)
         return metrics | {"skipped": float(skipped), "skipped_steps": float(self.counters.skipped_steps)}
 
-    def _score(self, sequences: Sequence[TokenSequence]) -> list[list[float]]:
-        """Logprobs of all trained tokens, by sequence; the same on every rank. A collective."""
-        micros = pack(sequences, self.options.micro_batch_tokens, self.place, self.device)
-        logprobs = self._token_logprobs(self.options.temperature)
-        return score(self.wrapped, sequences, micros, logprobs)
+    def _score(self, sequences: Sequence[TokenSequence | None]) -> list[list[float]]:
+        """Logprobs of all trained tokens, by sequence, [] for None; the same on every rank. A collective."""
+        filled = [sequence for sequence in sequences if sequence is not None]
+        micros = pack(filled, self.options.micro_batch_tokens, self.place, self.device)
+        values = iter(score(self.wrapped, filled, micros, self._token_logprobs(self.options.temperature)))
+        return [[] if sequence is None else next(values) for sequence in sequences]
 
     def _token_logprobs(self, temperature: float) -> TokenLogprobs:
         return TokenLogprobs(self.arch.vocab, temperature, self._tp_group, self._cp_group)
-
-    @property
-    def _uses_reference(self) -> bool:
-        return self._objective.needs_reference or self.options.algorithm.kl_in_reward
 
     def _made_reference(self) -> ReferenceModel:
         if self.reference is None:
             self.reference = ReferenceModel(self.model)
         return self.reference
 
-    def _score_filled(self, sequences: Sequence[TokenSequence | None]) -> list[list[float]]:
-        """The same of all response tokens; [] for None."""
-        values = iter(self._score([sequence for sequence in sequences if sequence is not None]))
-        return [[] if sequence is None else next(values) for sequence in sequences]
-
-    def _reference_logprobs(self, sequences: Sequence[TokenSequence | None]) -> list[list[float]]:
-        with self._made_reference().in_place(self.model):
-            return self._score_filled(sequences)
-
-    def _with_reference(self, sequences: Sequence[TokenSequence]) -> tuple[TokenSequence, ...]:
-        """The sequences with the reference's logprobs of all their tokens, within the same kept sets and experts."""
-        whole = [replace(sequence, mask=None) for sequence in sequences]
-        with self._made_reference().in_place(self.model):
-            values = self._score(whole)
-        return tuple(replace(one, reference=value) for one, value in zip(sequences, values, strict=True))
+    def _reference_weights(self) -> dict[str, Tensor] | None:
+        """What a checkpoint holds of the reference; None where nothing is measured from one."""
+        return None if self.options.algorithm.kl is None else self._made_reference().weights
 
     def _speed(self, sequences: Sequence[TokenSequence], watch: Stopwatch) -> dict[str, float]:
         seconds = watch.seconds("forward_backward") + watch.seconds("optimizer")

@@ -15,7 +15,7 @@ from executors.trajectory import Batch, Trajectory
 from miles.algorithms import registry
 from miles.algorithms.advantages.batch import batch_advantages, takes_part
 from miles.algorithms.advantages.sample import Sample
-from miles.algorithms.options import AlgorithmOptions
+from miles.algorithms.options import AlgorithmOptions, KlOptions
 from miles.algorithms.overlong import overlong_penalty
 from miles.algorithms.tokens import MAX_LOG_RATIO
 from miles.trainer.rollout_metrics import rollout_metrics
@@ -38,6 +38,7 @@ class _Member:
     trajectory: Trajectory
     staleness: list[int]
     mask: list[bool]
+    reference: Sequence[float] | None
     sample: Sample | None
 
 
@@ -60,8 +61,8 @@ def prepare(
 ) -> RlBatch:
     """Advantages, masks, staleness and weights of all sequences that take part; the other samples are left out.
 
-    `reference_logprobs` are those of `sampled_sequences(batch)`, [] for an empty response; needed only where
-    `options.kl_in_reward`. Raises ValueError where they are missing or do not fit.
+    `reference_logprobs` are those of `sampled_sequences(batch)`, [] for an empty response; needed only with a KL,
+    wherever it has its place. Raises ValueError where they are missing or do not fit.
     """
     members = _members(batch, options, reference_logprobs)
     advantages = batch_advantages(
@@ -87,11 +88,12 @@ def prepare(
                 next(weights),
                 member.trajectory.kept,
                 member.trajectory.routing,
+                member.reference,
             )
         )
     metrics = rollout_metrics([member.trajectory for member in flat], [member.staleness for member in flat], advantages)
     penalties = [penalty for member in flat if member.sample is not None for penalty in member.sample.penalties]
-    if options.kl is not None and options.kl_in_reward and options.kl.coefficient and penalties:
+    if options.kl is not None and options.kl.coefficient and penalties:
         metrics["kl"] = math.fsum(penalties) / len(penalties) / options.kl.coefficient
     return RlBatch(tuple(sequences), metrics)
 
@@ -112,8 +114,8 @@ def token_staleness(trajectory: Trajectory, batch: Batch, group_staleness: int) 
 def _members(
     batch: Batch, options: AlgorithmOptions, reference: Sequence[Sequence[float]] | None
 ) -> list[list[_Member]]:
-    if options.kl_in_reward and reference is None:
-        raise ValueError("a KL in the reward needs the reference model's logprobs before there are advantages")
+    if options.kl is not None and reference is None:
+        raise ValueError("a KL penalty needs the reference model's logprobs")
     total = sum(len(group.trajectories) for group in batch.groups)
     if reference is not None and len(reference) != total:
         raise ValueError(f"reference logprobs of {len(reference)} trajectories for a batch of {total}")
@@ -131,14 +133,16 @@ def _member(
     options: AlgorithmOptions,
     reference: Sequence[float] | None,
 ) -> _Member:
+    if reference is not None and len(reference) != len(trajectory.response_ids):
+        raise ValueError(f"{len(trajectory.response_ids)} response tokens but {len(reference)} reference logprobs")
     staleness = token_staleness(trajectory, batch, group_staleness)
     oldest = options.max_token_staleness
     mask = [oldest is None or age <= oldest for age in staleness]
     if trajectory.mask is not None:
         mask = [a and b for a, b in zip(mask, trajectory.mask, strict=True)]
-    penalties: list[float] = []
-    if options.kl_in_reward and reference is not None:
-        penalties = list(compress(_penalties(trajectory, reference, options), mask))
+    penalties: tuple[float, ...] = ()
+    if options.kl is not None and options.kl.place == "reward" and reference is not None:
+        penalties = tuple(compress(_penalties(trajectory.logprobs, reference, options.kl), mask))
     sample = None
     if trajectory.reward is not None and takes_part(trajectory.reward, sum(mask)):
         reward = trajectory.reward
@@ -149,23 +153,18 @@ def _member(
                 buffer=options.overlong.buffer,
                 penalty=options.overlong.penalty,
             )
-        sample = Sample(reward, sum(mask), tuple(penalties))
-    return _Member(trajectory, staleness, mask, sample)
+        sample = Sample(reward, sum(mask), penalties)
+    return _Member(trajectory, staleness, mask, reference, sample)
 
 
-def _penalties(trajectory: Trajectory, reference: Sequence[float], options: AlgorithmOptions) -> list[float]:
+def _penalties(logprobs: Sequence[float], reference: Sequence[float], kl: KlOptions) -> list[float]:
     """kl.coefficient times the estimated KL of each response token, from the policy that sampled it to the reference.
 
     Source of a KL by token in the reward: InstructGPT (arXiv 2203.02155).
     """
-    if options.kl is None:
-        return []
-    if len(reference) != len(trajectory.response_ids):
-        raise ValueError(f"{len(trajectory.response_ids)} response tokens but {len(reference)} reference logprobs")
-    estimate = registry.load("kl", options.kl.estimator)
-    coefficient = options.kl.coefficient
-    differences = [a - b for a, b in zip(trajectory.logprobs, reference, strict=True)]
-    return [coefficient * estimate(min(max(x, -MAX_LOG_RATIO), MAX_LOG_RATIO)) for x in differences]
+    estimate = registry.load("kl", kl.estimator)
+    differences = [a - b for a, b in zip(logprobs, reference, strict=True)]
+    return [kl.coefficient * estimate(min(max(x, -MAX_LOG_RATIO), MAX_LOG_RATIO)) for x in differences]
 
 
 def _weights(members: Sequence[Sequence[_Member]], options: AlgorithmOptions) -> list[float]:

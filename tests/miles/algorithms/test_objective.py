@@ -168,17 +168,22 @@ def test_clip_fractions_add_up() -> None:
 @pytest.mark.parametrize(
     ("options", "needs"),
     [
-        ({}, (False, False, False)),
-        ({"kl": KlOptions(0.1)}, (False, True, False)),
-        ({"kl": KlOptions(0.1, place="reward")}, (False, False, False)),
-        ({"entropy_coefficient": 0.1}, (False, False, True)),
-        ({"correction": CorrectionOptions("tis")}, (True, False, False)),
-        ({"correction": CorrectionOptions("decoupled", {}, "interpolated")}, (False, False, False)),
+        ({}, (False, False)),
+        ({"entropy_coefficient": 0.1}, (False, True)),
+        ({"correction": CorrectionOptions("tis")}, (True, False)),
+        ({"correction": CorrectionOptions("decoupled", {}, "interpolated")}, (False, False)),
     ],
 )
-def test_it_says_what_it_needs(options: dict[str, Any], needs: tuple[bool, bool, bool]) -> None:
+def test_it_says_what_it_needs(options: dict[str, Any], needs: tuple[bool, bool]) -> None:
     objective = Objective(AlgorithmOptions(**options))
-    assert (objective.needs_proximal, objective.needs_reference, objective.needs_entropy) == needs
+    assert (objective.needs_proximal, objective.needs_entropy) == needs
+
+
+def test_a_kl_in_the_reward_is_not_one_in_the_loss() -> None:
+    """Fails when the loss adds a penalty that the advantages have already."""
+    _, plain = run(CASES["random"])
+    _, result = run(CASES["random"], kl=KlOptions(0.1, place="reward"))
+    assert "kl" not in result.metrics and torch.equal(result.values, plain.values)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from executors.trajectory import Batch, Group, Prompt, StopReason, Trajectory, VersionSpan
-from miles.algorithms.options import AlgorithmOptions, KlOptions, OverlongOptions
+from miles.algorithms.options import AlgorithmOptions, KlOptions, KlPlace, OverlongOptions
 from miles.algorithms.registry import ADVANTAGES, AGGREGATIONS
 from miles.trainer.rl_batch import RlBatch, prepare, sampled_sequences, token_staleness
 
@@ -163,6 +163,17 @@ def test_every_advantage_takes_a_kl_in_the_reward(advantage: str, estimator: str
     assert len(values) == 5 and all(map(math.isfinite, values)) and any(values)
 
 
+@pytest.mark.parametrize("place", ["loss", "reward"])
+def test_sequences_carry_their_own_reference_logprobs(place: KlPlace) -> None:
+    """Whole, whatever is masked. Fails when those who take no part shift the others' values."""
+    options = replace(PLAIN, kl=KlOptions(0.1, "k1", place))
+    batch = batch_of([sample(0, 1.0), sample(3, 1.0, mask=[True, False, True]), sample(2, None), sample(1, 0.0)])
+    prepared = prepare(batch, options, [[], [-1.0, -2.0, -3.0], [-4.0, -5.0], [-6.0]])
+    assert [one.reference for one in prepared.sequences] == [[-1.0, -2.0, -3.0], [-6.0]]
+    assert all(one.reference is None for one in prepare(batch, PLAIN).sequences)
+
+
+@pytest.mark.parametrize("place", ["loss", "reward"])
 @pytest.mark.parametrize(
     ("reference", "said"),
     [
@@ -171,8 +182,10 @@ def test_every_advantage_takes_a_kl_in_the_reward(advantage: str, estimator: str
         ([[-1.0] * 2, [-1.0] * 2], "3 response tokens but 2 reference logprobs"),
     ],
 )
-def test_reference_logprobs_that_do_not_fit_are_refused(reference: list[list[float]] | None, said: str) -> None:
-    options = replace(PLAIN, kl=KlOptions(0.1, "k1", "reward"))
+def test_reference_logprobs_that_do_not_fit_are_refused(
+    reference: list[list[float]] | None, said: str, place: KlPlace
+) -> None:
+    options = replace(PLAIN, kl=KlOptions(0.1, "k1", place))
     with pytest.raises(ValueError, match=said):
         prepare(batch_of([sample(3, 1.0), sample(2, 0.0)]), options, reference)
 
