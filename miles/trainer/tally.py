@@ -39,7 +39,7 @@ class Tally:
         if place.sizes.world_size > 1:
             every = [own for _ in range(place.sizes.world_size)]
             torch.distributed.all_gather_object(every, own)
-        sums = _merged((part for part, _ in every), math.fsum)
+        sums = _merged((part for part, _ in every), _total)
         return sums, _merged((part for _, part in every), _largest)
 
 
@@ -55,6 +55,14 @@ def _merged(parts: Iterable[dict[str, float]], combine: Callable[[list[float]], 
         for name, value in part.items():
             gathered.setdefault(name, []).append(value)
     return {name: combine(values) for name, values in gathered.items()}
+
+
+def _total(values: list[float]) -> float:
+    """Exact, or no finite number where `fsum` would raise: a step that exploded is to be skipped and counted."""
+    try:
+        return math.fsum(values)
+    except (OverflowError, ValueError):
+        return math.nan
 
 
 def _largest(values: list[float]) -> float:

@@ -34,9 +34,9 @@ FLAGS = (
     "--skip-tokenizer-init --attention-backend triton --sampling-backend pytorch --grammar-backend none "
     "--mem-fraction-static 0.3 --cuda-graph-max-bs 32"
 )
-LIMIT = 0.02
-TEMPERATURES = (1.0, 0.25)
-"""What differs are the logits, by their bf16 rounding in every layer: a temperature of 0.25 multiplies it by four."""
+LIMITS = {1.0: 0.02, 0.25: 0.08}
+"""Mean difference of log-probabilities by temperature. What differs are the logits, by their bf16 rounding in every
+layer: a temperature of 0.25 multiplies it by four."""
 
 Samples = list[tuple[list[int], list[int], list[float]]]
 
@@ -102,12 +102,12 @@ def test_trainer_and_engine_agree(tmp_path: Path) -> None:
 
     folder = write_model("0.6b", tmp_path)
     with sglang_server(folder) as url:
-        samples = {temperature: generate(url, temperature) for temperature in TEMPERATURES}
+        samples = {temperature: generate(url, temperature) for temperature in LIMITS}
     for temperature, of_one in samples.items():
         learner = Learner(TrainerOptions(folder, device="cuda", dtype="bfloat16", temperature=temperature))
         difference = mean_difference(learner, of_one)
         print(f"temperature {temperature}: mean |trainer - engine| {difference:.5f}")
-        assert difference * temperature < LIMIT
+        assert difference < LIMITS[temperature]
         # Control: the last norm a fifth larger in the trainer alone, as after updates that the engine has missed.
         learner.model.decoder.final_layernorm.weight.data.mul_(1.2)
-        assert mean_difference(learner, of_one) * temperature > LIMIT
+        assert mean_difference(learner, of_one) > LIMITS[temperature]

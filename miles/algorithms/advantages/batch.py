@@ -23,9 +23,13 @@ def batch_advantages(
 ) -> list[list[list[float] | None]]:
     """The advantage of each trained token of each sample of each group; None for None, who takes no part.
 
+    All are NaN where a penalty is (a reference model that broke): the step is then a bad one, and not one of zeros.
+
     Raises ValueError when `function` answers for another number of samples or tokens, or with what is not finite.
     """
     present = [[sample for sample in group if sample is not None] for group in groups]
+    if not all(math.isfinite(sample.total) for group in present for sample in group):
+        return [[None if one is None else [math.nan] * one.tokens for one in group] for group in groups]
     answers = function(present)
     if [len(group) for group in answers] != [len(group) for group in present]:
         raise ValueError(

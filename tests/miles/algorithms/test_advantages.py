@@ -188,3 +188,12 @@ def test_the_spread_of_rewards_of_any_size_is_finite(scale: float) -> None:
     mean, std = mean_and_std([scale * value for value in (1.0, 2.0, 3.0, 6.0)])
     assert mean == pytest.approx(3.0 * scale)
     assert std == pytest.approx(3.5**0.5 * scale if scale > 1e-6 else 0.0)
+
+
+@EVERY
+def test_a_penalty_that_is_no_number_makes_the_step_a_bad_one(setting: str) -> None:
+    """Fails where NaN runs through a standard deviation that is "not above 0": all advantages are then a quiet 0."""
+    broken = [[Sample(1.0, 2, (0.1, math.nan)), Sample(0.0, 1, (0.0,))], [Sample(1.0, 1, (0.0,)), None]]
+    found = batch_advantages(broken, function_of(setting))
+    assert found[1][1] is None
+    assert all(math.isnan(value) for group in found for one in group if one is not None for value in one)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from executors.trajectory import Batch, Trajectory
+from miles.trainer.options import TrainerOptions
 from tests.miles.trainer.tiny import checkpoint_names, reference
 
 
@@ -53,10 +53,12 @@ def grpo_loss(model: Any, batch: Batch) -> Tensor:
     return torch.cat(losses).mean()
 
 
-def plain_run(folder: Path, batches: Sequence[Batch], rate: Callable[[int], float], clip_grad: float) -> PlainRun:
-    """A step for each batch with torch's AdamW at the rate of its number."""
-    model = reference(folder)
-    adamw = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
+def plain_run(options: TrainerOptions, batches: Sequence[Batch], rate: Callable[[int], float]) -> PlainRun:
+    """A step for each batch with torch's AdamW, as the options say, at the rate of its number."""
+    model = reference(options.model_path)
+    adamw = torch.optim.AdamW(
+        model.parameters(), betas=options.betas, eps=options.eps, weight_decay=options.weight_decay
+    )
     run = PlainRun(before=_copies(model))
     for batch in batches:
         adamw.zero_grad()
@@ -66,7 +68,7 @@ def plain_run(folder: Path, batches: Sequence[Batch], rate: Callable[[int], floa
             named = [(name, parameter.grad.clone()) for name, parameter in model.named_parameters()]
             run.gradients = checkpoint_names(named)
         run.losses.append(float(loss.detach()))
-        run.norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip_grad)))
+        run.norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip_grad)))
         adamw.param_groups[0]["lr"] = rate(batch.step)
         adamw.step()
     run.after = _copies(model)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -173,9 +174,9 @@ def test_the_reference_is_that_of_the_run_and_not_of_the_resume(model: Path, tmp
 def test_the_random_state_comes_back(model: Path, tmp_path: Path) -> None:
     trained = learner(model)
     trained.save(tmp_path / "checkpoint")
-    drawn = (torch.rand(1).item(), random.random())
+    drawn = (torch.rand(1).item(), random.random(), np.random.random())
     trained.load(tmp_path / "checkpoint")
-    assert (torch.rand(1).item(), random.random()) == drawn
+    assert (torch.rand(1).item(), random.random(), np.random.random()) == drawn
 
 
 def test_a_save_that_fails_leaves_nothing_and_the_next_succeeds(model: Path, tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from miles.trainer.parallel import ParallelSizes
 from tests.miles.trainer import rank_calls
 from tests.miles.trainer.parallel_checks import (
     BATCHES,
-    CLIP,
     DP,
     EP,
     PP,
@@ -103,7 +102,7 @@ def test_a_rank_with_nothing_to_train_keeps_in_step(
     """Three sequences in micro-batches of one on two ranks. Fails where the filler's token counts."""
     options, _ = models.of(kind, False)
     batch = batch_of(1, [trajectory([1, 2], [3, 4, 5], 1.0), trajectory([1, 2], [6], 0.0), trajectory([1], [7], 0.0)])
-    wanted = plain_run(options.model_path, [batch], lambda step: 1e-3, CLIP)
+    wanted = plain_run(options, [batch], lambda step: 1e-3)
     cut = dataclasses.replace(options, parallel=sizes, micro_batch_tokens=1)
     runs = pair.run_as(sizes, rank_calls.run_learner, cut, [batch])
     assert sorted(len(run.logits) for run in runs) == [2, 2]

@@ -12,7 +12,7 @@ from miles.trainer.architecture import Architecture, Experts
 from miles.trainer.checkpoint import Counters
 from miles.trainer.parallel import Place
 from miles.trainer.sequences import TokenSequence
-from miles.trainer.tally import Tally
+from miles.trainer.tally import Tally, _merged, _total
 from miles.trainer.throughput import Stopwatch, model_flops, speed_metrics
 from tests.miles.trainer.plain_loop import response_logprobs
 from tests.miles.trainer.tiny import batch_of, learner, reference, trajectory, write_model
@@ -81,6 +81,13 @@ def test_a_maximum_that_is_no_number_stays_one() -> None:
     tally.raise_to("top", torch.tensor([1.0, math.nan]))
     tally.raise_to("top", torch.tensor([2.0]))
     assert math.isnan(tally.totals(Place())[1]["top"])
+
+
+@pytest.mark.parametrize("sums", [[math.inf, -math.inf], [1e308, 1e308], [math.nan, 1.0]])
+def test_ranks_whose_sums_are_no_number_count_as_one_that_is_none(sums: list[float]) -> None:
+    """Fails with a plain fsum, which raises: a step that explodes is to be skipped and counted."""
+    total = _merged([{"loss": one} for one in sums], _total)["loss"]
+    assert not math.isfinite(total)
 
 
 def test_the_tally_of_a_rank_that_others_repeat_does_not_count() -> None:
