@@ -35,14 +35,6 @@ class Objective:
         self._estimate = None if self._kl is None else registry.load("kl", self._kl.estimator)
 
     @property
-    def needs_proximal(self) -> bool:
-        """Whether it compares with the trainer's logprobs before this step's update.
-
-        A trainer that makes one update of each batch need not compute them: its current ones are those.
-        """
-        return self._proximal is recomputed
-
-    @property
     def needs_entropy(self) -> bool:
         """Whether it needs a differentiable entropy."""
         return self.options.entropy_coefficient != 0

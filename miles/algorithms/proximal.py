@@ -1,16 +1,22 @@
-"""The policy from which a corrected loss measures its ratio."""
+"""The policy from which a corrected loss measures its ratio.
+
+A step makes one update of its batch, so the trainer's current logprobs are those before the update.
+"""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import math
+from typing import TYPE_CHECKING
 
 from miles.algorithms.tokens import TrainedTokens
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 def recomputed(tokens: TrainedTokens) -> Tensor:
-    """Logprobs [n] of the trainer before this step's update; its current ones where it makes one update of a batch."""
-    return tokens.logprobs.detach() if tokens.proximal is None else tokens.proximal
+    """Logprobs [n] of the trainer before this step's update."""
+    return tokens.logprobs.detach()
 
 
 def interpolated(tokens: TrainedTokens) -> Tensor:
@@ -23,4 +29,4 @@ def interpolated(tokens: TrainedTokens) -> Tensor:
     current = tokens.logprobs.detach()
     share = tokens.staleness.clamp(min=1).to(current.dtype).reciprocal().where(tokens.staleness > 0, 0.0)
     # A token that the engine gave no probability at all (-inf) must not make the step NaN: 0 x -inf is.
-    return current + share * (tokens.behaviour - current).clamp_min(torch.finfo(current.dtype).min)
+    return current + share * (tokens.behaviour - current).nan_to_num(nan=math.nan)

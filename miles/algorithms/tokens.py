@@ -29,10 +29,6 @@ class TrainedTokens:
     sequence: Tensor
     """Index, from 0, of the sequence each token belongs to (int64); ascending."""
     sequences: int
-    proximal: Tensor | None = None
-    """The trainer's before this step's update, where the objective asks for them (`needs_proximal`).
-
-    A trainer that makes one update of each batch may leave them out: `logprobs` are those."""
     reference: Tensor | None = None
     """The reference model's, where there is a KL penalty."""
     entropy: Tensor | None = None

@@ -31,7 +31,6 @@ def micro_batch(lengths: Sequence[int], seed: int = 0, *, spread: float = 0.3, s
         advantages=torch.from_numpy(advantages[owner]),
         sequence=torch.from_numpy(owner),
         sequences=len(lengths),
-        proximal=near(),
         reference=near(),
         entropy=torch.from_numpy(dice.uniform(0.0, 3.0, len(owner))).requires_grad_(),
         staleness=torch.from_numpy(dice.integers(0, 4, len(owner))),

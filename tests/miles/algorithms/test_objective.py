@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from miles.algorithms.objective import Objective
-from miles.algorithms.options import AlgorithmOptions, CorrectionOptions, KlOptions
+from miles.algorithms.options import AlgorithmOptions, CorrectionOptions, KlOptions, Proximal
+from miles.algorithms.proximal import interpolated, recomputed
 from miles.algorithms.registry import CORRECTIONS, KL_ESTIMATORS, LOSSES
 from miles.algorithms.tokens import TokenLoss, TrainedTokens
 from tests.miles.algorithms import references
@@ -92,16 +95,18 @@ def test_what_gradients_mean_on_average() -> None:
 
 
 @cases
+@pytest.mark.parametrize("proximal", [recomputed, interpolated])
 @pytest.mark.parametrize("correction", CORRECTIONS)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_correction_multiplies_a_loss_measured_from_the_proximal_policy(
-    tokens: TrainedTokens, loss: str, correction: str
+    tokens: TrainedTokens, loss: str, correction: str, proximal: Callable[[TrainedTokens], Tensor]
 ) -> None:
     """Decoupled: weight x loss(ratio to proximal). Fails when the ratio stays one to the behaviour policy, or when the
     weight has a gradient."""
-    assert tokens.proximal is not None
-    moved, plain = run(dataclasses.replace(tokens, behaviour=tokens.proximal), loss=loss)
-    tokens, result = run(tokens, loss=loss, correction=CorrectionOptions(correction))
+    old = proximal(tokens)
+    moved, plain = run(dataclasses.replace(tokens, behaviour=old), loss=loss)
+    name: Proximal = "recomputed" if proximal is recomputed else "interpolated"
+    tokens, result = run(tokens, loss=loss, correction=CorrectionOptions(correction, proximal=name))
     defaults: dict[str, dict[str, Any]] = {
         "tis": {"cap": 2.0},
         "mis": {"low": 0.0, "high": 2.0, "level": "sequence"},
@@ -110,7 +115,7 @@ def test_a_correction_multiplies_a_loss_measured_from_the_proximal_policy(
     }
     weights = references.correction(
         correction,
-        array(tokens.proximal),
+        array(old),
         array(tokens.behaviour),
         tokens.sequence.tolist(),
         **defaults[correction],
@@ -165,18 +170,9 @@ def test_clip_fractions_add_up() -> None:
     assert 0 < total.sum() < len(total)
 
 
-@pytest.mark.parametrize(
-    ("options", "needs"),
-    [
-        ({}, (False, False)),
-        ({"entropy_coefficient": 0.1}, (False, True)),
-        ({"correction": CorrectionOptions("tis")}, (True, False)),
-        ({"correction": CorrectionOptions("decoupled", {}, "interpolated")}, (False, False)),
-    ],
-)
-def test_it_says_what_it_needs(options: dict[str, Any], needs: tuple[bool, bool]) -> None:
-    objective = Objective(AlgorithmOptions(**options))
-    assert (objective.needs_proximal, objective.needs_entropy) == needs
+@pytest.mark.parametrize("coefficient", [0.0, 0.1, -0.1])
+def test_it_says_whether_it_needs_an_entropy(coefficient: float) -> None:
+    assert Objective(AlgorithmOptions(entropy_coefficient=coefficient)).needs_entropy is (coefficient != 0)
 
 
 def test_a_kl_in_the_reward_is_not_one_in_the_loss() -> None:
@@ -198,12 +194,3 @@ def test_what_it_needs_and_lacks_is_an_error(options: dict[str, Any], said: str)
     bare = dataclasses.replace(CASES["random"], reference=None, entropy=None, staleness=None)
     with pytest.raises(ValueError, match=said):
         Objective(AlgorithmOptions(**options))(bare)
-
-
-def test_proximal_logprobs_may_be_left_out_where_a_batch_has_one_update() -> None:
-    tokens = CASES["random"]
-    now = tokens.logprobs.detach()
-    correction = CorrectionOptions("tis")
-    _, without = run(dataclasses.replace(tokens, proximal=None), correction=correction)
-    _, with_them = run(dataclasses.replace(tokens, proximal=now), correction=correction)
-    torch.testing.assert_close(without.values, with_them.values)
