@@ -15,14 +15,16 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from controllers.errors import ConfigError
 from controllers.inference_controller import InferenceController
 from controllers.weight_versions import VersionLedger
 from executors.journal import Journal
 from executors.rollout_executor import RolloutExecutor
 from miles.algorithms.registry import load_all as load_algorithm
-from miles.cluster.ray_cluster import RayCluster
+from miles.cluster.ray_cluster import RayCluster, gpu_count
 from miles.cluster.watchdog import Watchdog
 from miles.config import RunConfig
+from miles.config.trainer import TrainerConfig
 from miles.data.registry import check_source, open_source
 from miles.data.source import DataSource
 from miles.engines.launcher import RayEngineLauncher
@@ -106,7 +108,7 @@ def check_names(config: RunConfig) -> None:
         check_source(config.data.source)
     load_algorithm(algorithm_options(config))
     if config.trainer.backend != MEGATRON:
-        load_backend(config.trainer.backend)
+        load_backend(config.trainer.backend, config.trainer.backend_options)
     if config.model.path is not None:
         load_tokenizer(config.model.path)
 
@@ -117,6 +119,7 @@ async def assemble(config: RunConfig, recorder: RunRecorder) -> AsyncIterator[Pa
     material = _material(config, recorder.path)
     async with AsyncExitStack() as stack:
         await _start_ray(stack, config, recorder)
+        _check_gpus(config.trainer)
         engines = await _start_engines(stack, config, recorder, material)
         trainer = await _start_trainer(stack, config, recorder, material)
         rollouts = await _start_rollouts(stack, config, recorder, material, engines, trainer)
@@ -129,6 +132,7 @@ async def assemble_training(config: RunConfig, recorder: RunRecorder) -> AsyncIt
     material = _material(config, recorder.path)
     async with AsyncExitStack() as stack:
         await _start_ray(stack, config, recorder)
+        _check_gpus(config.trainer)
         yield TrainingParts(material, await _start_trainer(stack, config, recorder, material))
 
 
@@ -166,6 +170,14 @@ async def _start_ray(stack: AsyncExitStack, config: RunConfig, recorder: RunReco
     watchdog = stack.enter_context(Watchdog())
     recorder.stage("starting Ray")
     await stack.enter_async_context(RayCluster(ray_options(config), watchdog))
+
+
+def _check_gpus(trainer: TrainerConfig) -> None:
+    """Raise ConfigError where ranks would wait for GPUs that Ray does not have."""
+    ranks, gpus = trainer.parallel_sizes().world_size, gpu_count()
+    if trainer.backend == MEGATRON and trainer.device == "cuda" and ranks > gpus:
+        problem = f"{ranks} trainer ranks need a GPU each, and Ray has {gpus:g}"
+        raise ConfigError(f"trainer.device: {problem}, got {trainer.device!r}", key="trainer.device")
 
 
 async def _start_engines(

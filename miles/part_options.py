@@ -92,6 +92,7 @@ def trainer_options(config: RunConfig, model_path: Path) -> TrainerOptions:
         device=trainer.device,
         recompute=trainer.recompute,
         skip_grad_norm=trainer.skip_grad_norm,
+        start_timeout_s=trainer.start_timeout_s,
         call_timeout_s=trainer.call_timeout_s,
     )
 

@@ -67,6 +67,11 @@ class RayOptions:
     temp_root: str = "/tmp"
 
 
+def gpu_count() -> float:
+    """GPUs of all nodes of the cluster that this process is connected to, in use or not."""
+    return float(ray.cluster_resources().get("GPU", 0.0))  # type: ignore[no-untyped-call]
+
+
 class RayCluster:
     """An async context manager around Ray's connection of this process."""
 

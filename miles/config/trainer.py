@@ -83,6 +83,9 @@ class TrainerConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW and its schedule."""
 
+    start_timeout_s: Seconds = 180.0
+    """How long all ranks may take to start, meet and load the model."""
+
     call_timeout_s: Seconds = 600.0
     """How long one call of the trainer may take; ranks that take longer are replaced, as dead ones are."""
 

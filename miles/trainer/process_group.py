@@ -23,6 +23,8 @@ from miles.trainer.parallel import ONE_RANK, ParallelSizes, Place
 LOOPBACK = "127.0.0.1"
 _ELSEWHERE = ("192.0.2.1", 9)
 """An address of documentation (RFC 5737): asking for the route to it sends nothing."""
+_NOBODY_TO_WAIT_FOR_S = 60.0
+"""Torch wants a deadline also for a group of one, which never waits."""
 
 
 def host_rendezvous(timeout_s: float, host: str | None = None) -> tuple[Any, str]:
@@ -65,14 +67,13 @@ def join(
     rendezvous: str,
     *,
     device: str = "cpu",
-    join_timeout_s: float = 180.0,
-    call_timeout_s: float = 600.0,
+    join_timeout_s: float,
+    call_timeout_s: float,
 ) -> Place:
     """Meet all other ranks and make Megatron's groups; the place of this rank.
 
     Raises WaitTimeout, naming the ranks that did not come within `join_timeout_s`. A collective that takes longer
-    than `call_timeout_s` fails on every rank. On `cuda` a rank takes
-    the first GPU that it can see.
+    than `call_timeout_s` fails on every rank. On `cuda` a rank takes the first GPU that it can see.
     """
     _await_all(rank, sizes.world_size, store, join_timeout_s)
     host = rendezvous.rpartition(":")[0]
@@ -100,8 +101,10 @@ def join_alone(*, threads: int = 1, device: str = "cpu") -> Place:
     torch.set_num_threads(threads)
     if not distributed.is_initialized():
         store = HashStore()
-        return join(0, ONE_RANK, store, f"{LOOPBACK}:0", device=device)
-    return divide(ONE_RANK, 600.0)
+        timeout_s = _NOBODY_TO_WAIT_FOR_S
+        address = f"{LOOPBACK}:0"
+        return join(0, ONE_RANK, store, address, device=device, join_timeout_s=timeout_s, call_timeout_s=timeout_s)
+    return divide(ONE_RANK, _NOBODY_TO_WAIT_FOR_S)
 
 
 def divide(sizes: ParallelSizes, call_timeout_s: float) -> Place:
@@ -131,12 +134,6 @@ def divide(sizes: ParallelSizes, call_timeout_s: float) -> Place:
         order = "(tp, pp, cp, dp, ep, size of dp)"
         raise RuntimeError(f"Megatron places rank {place.rank} at {megatron}, not at {ours} {order}")
     return place
-
-
-def leave() -> None:
-    """Undo `join`."""
-    parallel_state.destroy_model_parallel()
-    distributed.destroy_process_group()
 
 
 def _await_all(rank: int, count: int, store: Any, timeout_s: float) -> None:

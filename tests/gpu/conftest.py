@@ -33,7 +33,8 @@ def _nothing_compiled() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def megatron() -> Iterator[None]:
     """A process group of one with Megatron's parallel state."""
-    from miles.trainer.process_group import join_alone, leave
+    from miles.trainer.process_group import join_alone
+    from tests.support.rank_imports import leave
 
     join_alone(device="cuda")
     yield

@@ -38,11 +38,14 @@ def train(folder: Path, dtype: str, sizes: ParallelSizes) -> dict[str, Any]:
 def train_as_rank(rank: int, root: Path, rendezvous: dict[str, str]) -> None:
     """In a process of its own: every kind of parallelism in turn."""
     from miles.trainer.cpu_compat import import_megatron
-    from miles.trainer.process_group import connect_rendezvous, join, leave
+    from miles.trainer.process_group import connect_rendezvous, join
 
     import_megatron()
+    from tests.support.rank_imports import leave
+
     for kind, address in rendezvous.items():
-        join(rank, SIZES[kind], connect_rendezvous(address, 60.0), address, device="cuda")
+        store, limits = connect_rendezvous(address, 60.0), {"join_timeout_s": 60.0, "call_timeout_s": 60.0}
+        join(rank, SIZES[kind], store, address, device="cuda", **limits)
         for dtype in TOLERANCES:
             result = train(model_folder(root, kind), dtype, SIZES[kind])
             if rank == 0:

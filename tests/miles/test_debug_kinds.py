@@ -57,6 +57,15 @@ async def test_a_kind_is_opened_by_its_own_function(asked: str, opened: str, kep
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.real
+async def test_ranks_do_not_wait_for_gpus_that_ray_does_not_have(tmp_path: Path) -> None:
+    """Fails without `_check_gpus`: the first rank's start runs into its deadline, and the error names no key."""
+    overrides = {"run.dir": str(tmp_path / "run"), "trainer.device": "cuda", "trainer.data_parallel": 1000}
+    with pytest.raises(ConfigError, match=r"trainer\.device: 1000 trainer ranks need a GPU each, and Ray has "):
+        async with open_run(QUICKSTART, overrides):
+            pass
+
+
 def test_a_folder_without_batches_from_step_1_on_is_refused(kept: Path, tmp_path: Path) -> None:
     def refusal(folder: Path) -> str:
         with pytest.raises(ConfigError) as caught:

@@ -41,6 +41,12 @@ def meet(rank: int, count: int, store: Any, rendezvous: str) -> None:
     _divided.append(sizes)
 
 
+def leave() -> None:
+    """Undo `join`."""
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+
+
 def divide_anew(sizes: ParallelSizes) -> None:
     """Cut Megatron's groups by other sizes."""
     if _divided[-1] != sizes:

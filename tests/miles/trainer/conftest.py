@@ -21,7 +21,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def megatron() -> Iterator[None]:
     """A process group of one with Megatron's parallel state."""
-    from miles.trainer.process_group import join_alone, leave
+    from miles.trainer.process_group import join_alone
+    from tests.support.rank_imports import leave
 
     join_alone(threads=1)
     yield

@@ -21,7 +21,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     store, rendezvous = process_group.host_rendezvous(5.0, "127.0.0.1")
     store.set("rank 1", "here")
     with pytest.raises(WaitTimeout, match=r"rank 2 of 3 did not come within 0\.2 s") as caught:
-        process_group.join(0, THREE, store, rendezvous, join_timeout_s=0.2)
+        process_group.join(0, THREE, store, rendezvous, join_timeout_s=0.2, call_timeout_s=5.0)
     assert caught.value.waited_for == "rank 2"
 
 

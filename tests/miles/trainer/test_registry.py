@@ -38,6 +38,7 @@ async def test_a_factory_gets_options_folder_and_its_own_options(tmp_path: Path)
         ("nopkg.mod:make", "cannot import 'nopkg.mod'"),
         (f"{HERE}:HERE", "neither a function nor a class"),
         (f"{HERE}:no_manager", "no async context manager"),
+        ("os:getcwd", r"cannot be called with \(options, folder\): too many positional arguments"),
     ],
 )
 def test_what_is_no_factory_is_refused_by_key_and_name(name: str, named: str, tmp_path: Path) -> None:
@@ -46,10 +47,17 @@ def test_what_is_no_factory_is_refused_by_key_and_name(name: str, named: str, tm
     assert "trainer.backend" in str(caught.value) and repr(name) in str(caught.value)
 
 
+def test_options_that_a_factory_does_not_take_are_refused_by_their_key(tmp_path: Path) -> None:
+    """Fails when the factory is called without a look at its signature: a TypeError, once Ray and engines are up."""
+    load_backend(f"{HERE}:factory", {"colour": "red"})
+    with pytest.raises(ConfigError, match=r"trainer\.backend_options: .*:factory' does not take \{'color': 'red'\}: "):
+        load_backend(f"{HERE}:factory", {"color": "red"})
+
+
 def test_a_check_imports_nothing() -> None:
     check_backend("megatron")
     check_backend("nopkg.mod:make")
     with pytest.raises(ConfigError, match="did you mean 'megatron'"):
         check_backend("megatrn")
     with pytest.raises(ConfigError):
-        load_backend("nopkg.mod:make")
+        load_backend("nopkg.mod:make", {})
