@@ -21,6 +21,7 @@ from controllers.weight_versions import VersionLedger
 from executors.journal import Journal
 from executors.rollout_executor import RolloutExecutor
 from miles.algorithms.registry import load_all as load_algorithm
+from miles.batch_log import BATCHES_FOLDER, BatchLog
 from miles.cluster.ray_cluster import RayCluster, gpu_count
 from miles.cluster.watchdog import Watchdog
 from miles.config import RunConfig
@@ -83,6 +84,8 @@ class Parts:
     material: Material
     rollouts: Rollouts
     trainer: Trainer
+    dump: BatchLog | None
+    """Where the run keeps its batches; None where it need not, or the trainer does so itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +126,10 @@ async def assemble(config: RunConfig, recorder: RunRecorder) -> AsyncIterator[Pa
         engines = await _start_engines(stack, config, recorder, material)
         trainer = await _start_trainer(stack, config, recorder, material)
         rollouts = await _start_rollouts(stack, config, recorder, material, engines, trainer)
-        yield Parts(material, rollouts, trainer)
+        # Megatron's trainer keeps batches itself, in the same place: it trains them again when ranks are lost.
+        dumps = config.debug.dump_batches and config.trainer.backend != MEGATRON
+        dump = BatchLog(recorder.path / BATCHES_FOLDER, keep=True) if dumps else None
+        yield Parts(material, rollouts, trainer, dump)
 
 
 @asynccontextmanager

@@ -104,11 +104,12 @@ class RunRecorder:
         """An event of a part that has no bus."""
         self.on_event(time.time(), event)
 
-    def begin_training(self) -> None:
-        """Tokens per second count from here."""
+    def start_clock(self) -> None:
+        """Seconds of steps and tokens per second count from here."""
         self._last_time = time.monotonic()
+        self._last_tokens = self._tokens_generated()
 
-    def trained(
+    def step_done(
         self, batch: Batch, stats: StepStats, seconds: Mapping[str, float], *, publishes: bool = False
     ) -> None:
         """The step of a batch is done, or without a trainer the batch is made. `seconds` are those of its phases.
@@ -143,7 +144,7 @@ class RunRecorder:
             return
         self._step = None
         now = time.monotonic()
-        tokens = 0 if self._executor is None else self._executor.statistics().tokens_generated
+        tokens = self._tokens_generated()
         tokens_per_s = (tokens - self._last_tokens) / max(now - self._last_time, 1e-9)
         step_s, self._last_tokens, self._last_time = now - self._last_time, tokens, now
         metrics = dict(open_step.stats.metrics)
@@ -166,6 +167,9 @@ class RunRecorder:
         version = open_step.weight_version or 0
         line = StepLine(open_step.stats.step, reward, tokens_per_s, version, staleness, self._last_eval, metrics)
         self._progress.step(line)
+
+    def _tokens_generated(self) -> int:
+        return 0 if self._executor is None else self._executor.statistics().tokens_generated
 
     def _count_groups(self) -> None:
         if self._executor is None:

@@ -56,7 +56,7 @@ class RolloutRun:
         file = await self._log.add(batch)
         self._kept += 1
         metrics = prepare(batch, self._algorithm).metrics
-        self._recorder.trained(batch, StepStats(batch.step, metrics), {"wait_s": self._batches.wait_s})
+        self._recorder.step_done(batch, StepStats(batch.step, metrics), {"wait_s": self._batches.wait_s})
         return file
 
     async def _begin(self) -> None:
@@ -64,7 +64,7 @@ class RolloutRun:
         self._recorder.stage("waiting for the engines to serve the model's weights")
         await self.inference.wait_serving(version=version.number, timeout_s=start_timeout_s(self.config))
         self._recorder.stage("generating")
-        self._recorder.begin_training()
+        self._recorder.start_clock()
 
 
 @asynccontextmanager

@@ -29,7 +29,6 @@ from executors.rollout_executor import RolloutExecutor
 from executors.sampling_client import SamplingParams
 from executors.trajectory import Batch
 from miles.assembly import Parts, assemble
-from miles.batch_log import BATCHES_FOLDER, BatchLog
 from miles.checkpoints import FOLDER, Checkpoints, KeepRule
 from miles.config import RunConfig
 from miles.recorder import RunRecorder
@@ -37,7 +36,6 @@ from miles.run_batches import RunBatches
 from miles.run_opening import FIRST_LINEAGE, Overrides, recorded, start_timeout_s
 from miles.run_trainer import RunTrainer
 from miles.trainer.protocol import StepStats
-from miles.trainer.registry import MEGATRON
 from miles.version_steps import AVAILABLE_STATES
 from miles.warmup import warm_up
 
@@ -65,10 +63,7 @@ class Run:
         """The fleet: `rolling_restart()`, `restart(engine)`, `snapshot()`, `lease()`."""
         self.executor: RolloutExecutor = parts.rollouts.executor
         """The rollouts: `account`, `statistics()`, `sample()`."""
-        # Megatron's keeps batches itself, in the same place: it trains them again when ranks are lost.
-        dumps = config.debug.dump_batches and config.trainer.backend != MEGATRON
-        dump = BatchLog(recorder.path / BATCHES_FOLDER, keep=True) if dumps else None
-        self.trainer = RunTrainer(parts.trainer, self._trained, dump)
+        self.trainer = RunTrainer(parts.trainer, self._trained, parts.dump)
         """The trainer; its `step` also enters the batch in the account and the metrics."""
         self._material = parts.material
         self._weight_sync = parts.rollouts.weight_sync
@@ -142,12 +137,12 @@ class Run:
         self._recorder.stage("waiting for the engines to serve the first weights")
         await self.inference.wait_serving(version=version.number, timeout_s=start_timeout_s(self.config))
         self._recorder.stage("training")
-        self._recorder.begin_training()
+        self._recorder.start_clock()
 
     def _trained(self, batch: Batch, stats: StepStats, train_s: float) -> None:
         self.executor.mark_trained(batch)
         seconds = {"wait_s": self._batches.wait_s, "train_call_s": train_s}
-        self._recorder.trained(batch, stats, seconds, publishes=True)
+        self._recorder.step_done(batch, stats, seconds, publishes=True)
 
 
 @asynccontextmanager

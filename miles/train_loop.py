@@ -15,7 +15,7 @@ from controllers.errors import ConfigError
 from miles.cluster.signals import StopSignals
 from miles.config import RunConfig
 from miles.failure import describe_failure, root_cause
-from miles.replay import ReplayRun, open_replay
+from miles.replay_run import ReplayRun, open_replay
 from miles.rollout_run import RolloutRun, open_rollouts
 from miles.run import Run, open_run
 from miles.run_opening import Kind, kind_of

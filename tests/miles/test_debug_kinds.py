@@ -12,7 +12,7 @@ from controllers.errors import ConfigError
 from executors.trajectory import Batch
 from miles.batch_log import batch_file, write_batch
 from miles.config import load_config
-from miles.replay import LoggedBatches, open_replay
+from miles.replay_run import LoggedBatches, open_replay
 from miles.rollout_run import open_rollouts
 from miles.run import open_run
 from miles.run_opening import kind_of

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from controllers.errors import ActorDied
 from controllers.weight_versions import WeightVersion
+from executors.group_account import GroupAccount
+from executors.rollout_executor import RolloutExecutor
 from executors.trajectory import Batch
 from miles.config import RunConfig, load_config
 from miles.recorder import RunRecorder
@@ -72,14 +74,32 @@ def test_a_line_waits_for_its_publication_and_no_other(tmp_path: Path) -> None:
     """Fails when a step that publishes nothing is written only with the next one: a stop would lose it."""
     batch = Batch((), 1, (1, 0))
     with RunRecorder(_config(tmp_path / "run", **{"telemetry.plot": False})) as recorder:
-        recorder.trained(batch, StepStats(1, {"reward": 0.5}), {"wait_s": 1.0}, publishes=True)
+        recorder.step_done(batch, StepStats(1, {"reward": 0.5}), {"wait_s": 1.0}, publishes=True)
         assert _metrics(tmp_path / "run") == []
         recorder.published(WeightVersion(2, 1, 1, "0"), 0.1, 0.2, 0.3)
-        recorder.trained(batch, StepStats(2, {"reward": 0.25}), {"train_call_s": 2.0})
+        recorder.step_done(batch, StepStats(2, {"reward": 0.25}), {"train_call_s": 2.0})
         first, second = _metrics(tmp_path / "run")
     assert (first["weight_version"], first["wait_s"], first["publish_s"]) == (2, 1.0, 0.1)
     assert (second["weight_version"], second["train_call_s"], second["reward"]) == (None, 2.0, 0.25)
     assert second["staleness"] == 1 and second["staleness_mean"] == 0.5 and "publish_s" not in second
+
+
+def test_tokens_from_before_the_clock_do_not_count(tmp_path: Path) -> None:
+    """Fails when the first step is given the tokens that were made while engines started."""
+
+    class Executor:
+        account = GroupAccount()
+        tokens_generated = 1000
+
+        def statistics(self) -> Executor:
+            return self
+
+    executor = Executor()
+    with RunRecorder(_config(tmp_path / "run", **{"telemetry.plot": False})) as recorder:
+        recorder.watch(cast(RolloutExecutor, executor))
+        recorder.start_clock()
+        recorder.step_done(Batch((), 1, (0,)), StepStats(1, {"reward": 0.5}), {})
+    assert _metrics(tmp_path / "run")[0]["tokens_per_s"] == 0.0
 
 
 def _metrics(folder: Path) -> list[dict[str, Any]]:

@@ -71,10 +71,10 @@ class ReplayRun:
     async def _begin(self) -> None:
         await warm_up(self.trainer, self.config.train.warmup, self._material, self._recorder.stage)
         self._recorder.stage("training on kept batches")
-        self._recorder.begin_training()
+        self._recorder.start_clock()
 
     def _trained(self, batch: Batch, stats: StepStats, train_s: float) -> None:
-        self._recorder.trained(batch, stats, {"train_call_s": train_s})
+        self._recorder.step_done(batch, stats, {"train_call_s": train_s})
 
 
 @asynccontextmanager
