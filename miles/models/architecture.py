@@ -42,6 +42,11 @@ def rope_of(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return rope if isinstance(rope, dict) else {}
 
 
+def ties_embeddings(values: Mapping[str, Any]) -> bool:
+    """Whether the output head is the embedding; where the config does not say, only Gemma's is, as in transformers."""
+    return bool(values.get("tie_word_embeddings", architecture_of(values) == "GemmaForCausalLM"))
+
+
 def unsupported(values: Mapping[str, Any], *, embedded: bool = False) -> str | None:
     """What a config asks for that would be computed wrongly, as the end of a sentence about its folder; or None.
 

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
 import anyio
 
+from controllers.errors import ConfigError
 from miles.cluster.actors import ActorOptions, RemoteActor, start_actor
-from miles.models.folder import weight_files
+from miles.models.architecture import ties_embeddings
+from miles.models.folder import read_config, weight_files
 from miles.trainer.options import TrainerOptions
 from miles.trainer.protocol import RankContext, TensorShard
 
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+TIED_HEAD = "lm_head.weight"
+"""The name of an output head in a checkpoint."""
 
 
 class FrozenWeights:
@@ -83,19 +88,26 @@ class FrozenRank:
         self.world_size = 1
 
     def open(self) -> None:
-        """Read the folder."""
+        """Read the folder. Raises ConfigError for weights that cannot be read."""
         import torch
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
         torch.set_num_threads(self._options.threads)
         dtype = getattr(torch, self._options.dtype)
         folder = self._options.model_path
         for file in weight_files(folder):
-            for name, tensor in load_file(folder / file).items():
-                self._tensors[name] = tensor.to(dtype)
+            try:
+                tensors = load_file(folder / file)
+            except (SafetensorError, OSError) as error:
+                problem = f"cannot read {str(folder / file)!r}: {error}"
+                raise ConfigError(f"model.path: {problem}", key="model.path") from error
+            self._tensors |= {name: tensor.to(dtype) for name, tensor in tensors.items()}
+        if ties_embeddings(read_config(folder)):
+            self._tensors.pop(TIED_HEAD, None)
 
     def shards(self) -> Iterator[TensorShard]:
-        """Every tensor of the folder, whole."""
+        """Every tensor of the folder, whole; a tied output head, which some folders hold too, is not among them."""
         for name, tensor in self._tensors.items():
             shape = tuple(tensor.shape)
             yield TensorShard(name, shape, tuple((0, length) for length in shape), tensor)
