@@ -14,14 +14,12 @@ from torch import Tensor
 
 from miles.trainer.architecture import Architecture
 from miles.trainer.layout import ALONE, Piece, layout, owners, slices
-from miles.trainer.parallel import ParallelSizes, Place
+from miles.trainer.parallel import Place
 from miles.trainer.safetensors_folder import FolderReader, write_folder
 
 
 @torch.no_grad()
-def fill(
-    parameters: Mapping[str, Tensor], arch: Architecture, place: Place, read: Callable[[Piece], Tensor]
-) -> None:
+def fill(parameters: Mapping[str, Tensor], arch: Architecture, place: Place, read: Callable[[Piece], Tensor]) -> None:
     """Fill the parameters of the rank at `place`; `read` gives the content of a piece's box. Padding rows become 0.
 
     Raises ValueError for parameters that are not those of `layout`.
@@ -33,24 +31,6 @@ def fill(
         parameters[name].zero_()
         for piece in pieces:
             parameters[name][slices(piece.local)].copy_(read(piece))
-
-
-def copy_in(
-    parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor], arch: Architecture, place: Place = ALONE
-) -> None:
-    """Fill the parameters of the rank at `place` from whole global tensors."""
-    fill(parameters, arch, place, lambda piece: tensors[piece.name][slices(piece.box)])
-
-
-def copy_out(
-    ranks: Sequence[Mapping[str, Tensor]], arch: Architecture, sizes: ParallelSizes = ALONE.sizes
-) -> dict[str, Tensor]:
-    """Global tensors from the parameters (or gradients) of all ranks, in rank order."""
-    found = {}
-    for name, parts in owners(arch, sizes).items():
-        boxes = [(piece, ranks[rank][parameter][slices(piece.local)]) for rank, parameter, piece in parts]
-        found[name] = _assemble(boxes)
-    return found
 
 
 def load_hf(parameters: Mapping[str, Tensor], folder: Path, arch: Architecture, place: Place = ALONE) -> None:
@@ -87,11 +67,6 @@ def global_tensors(
             boxes.append((piece, box))
         if place.rank == 0:
             yield name, _assemble(boxes)
-
-
-def gather(parameters: Mapping[str, Tensor], arch: Architecture, place: Place = ALONE) -> dict[str, Tensor]:
-    """`global_tensors` in one mapping: for tests and small models."""
-    return dict(global_tensors(parameters, arch, place))
 
 
 def export_hf(

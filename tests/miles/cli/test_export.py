@@ -88,13 +88,13 @@ def train_and_save(model: Path, run: Path) -> None:
     """Two steps of one rank of two, each with a checkpoint, and the weights of each as rank 0 gathers them."""
     from miles.trainer.learner import Learner
     from miles.trainer.options import TrainerOptions
-    from miles.trainer.weights import gather
+    from miles.trainer.weights import global_tensors
 
     learner = Learner(TrainerOptions(model, parallel=TP2, lr=1e-2, lr_warmup_steps=0))
     for step in (1, 2):
         learner.step(random_batch(step))
         learner.save(run / "checkpoints" / f"step-{step:06d}")
-        tensors = gather(dict(learner.model.named_parameters()), learner.arch, learner.place)
+        tensors = dict(global_tensors(dict(learner.model.named_parameters()), learner.arch, learner.place))
         if learner.place.rank == 0:
             save_file(tensors, run.parent / f"step-{step}.safetensors")
 

@@ -18,7 +18,7 @@ from miles.trainer.learner import Learner
 from miles.trainer.options import TrainerOptions
 from miles.trainer.packing import MicroBatch, pack
 from miles.trainer.sequences import TokenSequence
-from miles.trainer.weights import gather
+from miles.trainer.weights import global_tensors
 
 Boxes = list[tuple[str, tuple[tuple[int, int], ...], Tensor]]
 
@@ -49,7 +49,7 @@ def run_learner(options: TrainerOptions, batches: Sequence[Batch]) -> RankRun:
     def keeping_gradients(*args: Any, **kwargs: Any) -> Any:
         if not found:
             own = {name: parameter.main_grad for name, parameter in learner.model.named_parameters()}
-            found.append(gather(own, learner.arch, learner.place))
+            found.append(dict(global_tensors(own, learner.arch, learner.place)))
         return apply(*args, **kwargs)
 
     learner.optimizer.apply = keeping_gradients  # type: ignore[method-assign]

@@ -57,7 +57,7 @@ class State:
     def wanted(self, tensors: Mapping[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
         """What this rank has to hold of a set, padding included."""
         from miles.trainer.layout import global_shapes
-        from miles.trainer.weights import copy_in
+        from tests.miles.trainer.whole_tensors import copy_in
 
         dice = torch.Generator().manual_seed(len(kind))
         whole = {name: torch.randn(shape, generator=dice) for name, shape in global_shapes(self.arch).items()}

@@ -12,7 +12,8 @@ from miles.trainer.architecture import Architecture, Experts, layers_of_stage
 from miles.trainer.layout import global_shapes, layout, slices
 from miles.trainer.parallel import ParallelSizes, Place
 from miles.trainer.shards import iter_shards
-from miles.trainer.weights import copy_in, copy_out, gather
+from miles.trainer.weights import global_tensors
+from tests.miles.trainer.whole_tensors import copy_in, copy_out
 
 QWEN = Architecture(
     model_type="qwen3",
@@ -113,7 +114,7 @@ def test_one_rank_gathers_without_a_process_group() -> None:
     tensors = hf_tensors(QWEN)
     parameters = empty_parameters(QWEN, Place())
     copy_in(parameters, tensors, QWEN)
-    gathered = gather(parameters, QWEN)
+    gathered = dict(global_tensors(parameters, QWEN))
     assert list(gathered) == list(tensors)
     assert all(torch.equal(gathered[name], tensors[name]) for name in tensors)
 

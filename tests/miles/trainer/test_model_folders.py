@@ -67,7 +67,7 @@ def test_a_large_model_is_written_and_read_in_several_files(tmp_path: Path) -> N
     again = loaded(target)
     assert all(torch.equal(again[name], parameters[name]) for name in parameters)
     exported = checkpoint_names(reference(target).named_parameters())
-    assert all(torch.equal(exported[name], tensor) for name, tensor in weights.gather(parameters, arch).items())
+    assert all(torch.equal(exported[name], tensor) for name, tensor in weights.global_tensors(parameters, arch))
 
 
 def test_what_transformers_writes_in_several_files_is_read_by_its_index(tmp_path: Path) -> None:

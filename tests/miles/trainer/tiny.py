@@ -135,9 +135,9 @@ def learner(folder: Path, **options: Any) -> Learner:
 
 def hf_tensors(trained: Learner) -> dict[str, torch.Tensor]:
     """Copies of a learner's tensors under their Hugging Face names."""
-    from miles.trainer.weights import gather
+    from miles.trainer.weights import global_tensors
 
-    return gather(dict(trained.model.named_parameters()), trained.arch, trained.place)
+    return dict(global_tensors(dict(trained.model.named_parameters()), trained.arch, trained.place))
 
 
 def trajectory(
