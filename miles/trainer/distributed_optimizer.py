@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import Tensor
 
-from miles.trainer.optimizer import StepOutcome
+from miles.trainer.optimizer import StepOutcome, begin_moments, gradient_factor
 from miles.trainer.options import TrainerOptions
 
 
@@ -40,13 +40,7 @@ class DistributedAdamW:
         self._megatron = get_megatron_optimizer(config, [wrapped], config_overrides={})
         self._parts = [part for part in self._megatron.chained_optimizers if not part.is_stub_optimizer]
         for part in self._parts:
-            # Moments exist from the start, so that a checkpoint written before the first step has the same tensors.
-            for parameter in part.get_parameters():
-                part.optimizer.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                    "exp_avg": torch.zeros_like(parameter.data),
-                    "exp_avg_sq": torch.zeros_like(parameter.data),
-                }
+            begin_moments(part.optimizer, part.get_parameters())
         self._set_in_groups({"fused": True})
 
     @torch.no_grad()
@@ -54,14 +48,14 @@ class DistributedAdamW:
         """See Optimizer. Waits for the device once, for the norm that decides."""
         self._megatron.prepare_grads()
         norm = self.global_grad_norm()
-        skipped = not math.isfinite(norm) or norm > largest_norm
-        if not skipped:
-            if clip_grad and norm > clip_grad:
-                self._wrapped.scale_gradients(clip_grad / (norm + 1e-6))
+        factor = gradient_factor(norm, clip_grad, largest_norm)
+        if factor is not None:
+            if factor != 1.0:
+                self._wrapped.scale_gradients(factor)
             self._set_in_groups({"lr": lr})
             self._megatron.step_with_ready_grads()
         self._megatron.zero_grad()
-        return StepOutcome(norm, skipped)
+        return StepOutcome(norm, skipped=factor is None)
 
     def global_grad_norm(self) -> float:
         """L2 norm over all ranks, each of which has its part; shared parameters and replicas over TP count once."""
@@ -73,13 +67,13 @@ class DistributedAdamW:
         torch.distributed.all_reduce(total, group=group)
         return math.sqrt(float(total))
 
-    def sharded_state_dict(self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None) -> Any:
+    def sharded_state_dict(self, model_sharded_state_dict: Any, is_loading: bool) -> Any:
         """fp32 parameters and moments as global tensors, and the step; a collective over data-parallel ranks.
 
         Without the parameter groups: what they hold follows from the options.
         """
         parts = [
-            part.sharded_param_state_fully_reshardable(model_sharded_state_dict, is_loading, dict(metadata or {}))
+            part.sharded_param_state_fully_reshardable(model_sharded_state_dict, is_loading, {})
             for part in self._parts
         ]
         return {"state": dict(enumerate(parts)), "step": float(self._steps()[0])}

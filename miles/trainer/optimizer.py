@@ -7,6 +7,7 @@ parameters nor Adam's moments.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -38,7 +39,7 @@ class Optimizer(Protocol):
         Changes nothing where the gradient norm is not finite or above `largest_norm`; all ranks decide alike.
         """
 
-    def sharded_state_dict(self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None) -> Any:
+    def sharded_state_dict(self, model_sharded_state_dict: Any, is_loading: bool) -> Any:
         """Its state cut as the model's is."""
 
     def load_state_dict(self, state_dict: Any) -> None:
@@ -52,6 +53,23 @@ def make_optimizer(wrapped: Any, options: TrainerOptions) -> Optimizer:
 
         return DistributedAdamW(wrapped, options)
     return PortableFP32Optimizer(wrapped.module, options)
+
+
+def gradient_factor(norm: float, clip_grad: float, largest_norm: float) -> float | None:
+    """What to multiply a gradient of this norm by before the step (see `Optimizer.apply`); None: make no step."""
+    if not math.isfinite(norm) or norm > largest_norm:
+        return None
+    return clip_grad / (norm + 1e-6) if clip_grad and norm > clip_grad else 1.0
+
+
+def begin_moments(adamw: torch.optim.AdamW, parameters: Iterable[Tensor]) -> None:
+    """Give Adam its moments from the start, so that a checkpoint written before the first step has the same tensors."""
+    for parameter in parameters:
+        adamw.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter.data),
+            "exp_avg_sq": torch.zeros_like(parameter.data),
+        }
 
 
 class PortableFP32Optimizer(FP32Optimizer):  # type: ignore[misc]
@@ -83,29 +101,23 @@ class PortableFP32Optimizer(FP32Optimizer):  # type: ignore[misc]
         self.grad_stats_parallel_group = parallel_state.get_model_parallel_group()
         self.tp_group = parallel_state.get_tensor_model_parallel_group()
         self._experts = model.config.num_moe_experts is not None
-        # Moments exist from the start, so that a checkpoint written before the first step has the same tensors.
-        for parameter in parameters:
-            adamw.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
+        begin_moments(adamw, parameters)
 
     @torch.no_grad()
     def apply(self, lr: float, clip_grad: float, *, largest_norm: float = math.inf) -> StepOutcome:
         """See Optimizer."""
         self.prepare_grads()
         norm = self.global_grad_norm()
-        skipped = not math.isfinite(norm) or norm > largest_norm
-        if not skipped:
-            if clip_grad and norm > clip_grad:
-                torch._foreach_mul_([p.grad for p in self.get_parameters()], clip_grad / (norm + 1e-6))
+        factor = gradient_factor(norm, clip_grad, largest_norm)
+        if factor is not None:
+            if factor != 1.0:
+                torch._foreach_mul_([p.grad for p in self.get_parameters()], factor)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
         # The gradients are the wrapped model's buffers: left in place, the next backward pass would add to them twice.
         self.zero_grad()
-        return StepOutcome(norm, skipped)
+        return StepOutcome(norm, skipped=factor is None)
 
     def global_grad_norm(self) -> float:
         """L2 norm over all ranks; shared parameters and replicas over TP count once."""
@@ -124,12 +136,12 @@ class PortableFP32Optimizer(FP32Optimizer):  # type: ignore[misc]
             torch.distributed.all_reduce(experts, group=group)
         return float((dense + experts).sqrt())
 
-    def sharded_state_dict(self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None) -> Any:
+    def sharded_state_dict(self, model_sharded_state_dict: Any, is_loading: bool) -> Any:
         """Megatron's, with the shared step also where it is 0 (upstream leaves it out, and loading then fails).
 
         Without the parameter groups: what they hold follows from the options, and their number from the parallel sizes.
         """
-        state = super().sharded_state_dict(model_sharded_state_dict, is_loading, metadata)
+        state = super().sharded_state_dict(model_sharded_state_dict, is_loading)
         state["state"].setdefault("common_step", self._extract_common_per_param_step(self.state_dict()))
         del state["param_groups"]
         return state

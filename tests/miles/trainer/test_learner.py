@@ -81,7 +81,7 @@ def test_a_step_without_rewards_is_skipped_and_counted(model: Path) -> None:
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_a_step_whose_gradient_is_not_finite_changes_nothing(model: Path, poison: float) -> None:
-    """Fails without the isfinite check in PortableFP32Optimizer.apply."""
+    """Fails without the isfinite check in optimizer.gradient_factor."""
     trained = learner(model)
     trained.step(random_batch(1))
     before = hf_tensors(trained)
