@@ -30,8 +30,8 @@ class PackedRuns(PackedSeqParams):  # type: ignore[misc]
     """int16 [t, layers * top_k]: the experts to replay for each token, -1 where there is no record."""
 
 
-def pack_params(lengths: list[int], device: torch.device) -> PackedRuns:
-    """Parameters for sequences of these lengths (each at least 1) laid end to end."""
+def pack_params(lengths: list[int], device: torch.device, routing: Tensor | None = None) -> PackedRuns:
+    """Parameters for sequences of these lengths (each at least 1) laid end to end; see PackedRuns for `routing`."""
     cumulative = torch.zeros(len(lengths) + 1, dtype=torch.int32)
     cumulative[1:] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
     cumulative = cumulative.to(device)
@@ -43,6 +43,7 @@ def pack_params(lengths: list[int], device: torch.device) -> PackedRuns:
         max_seqlen_kv=max(lengths),
         runs=tuple((len(list(same)), length) for length, same in groupby(lengths)),
         positions=torch.cat([torch.arange(length) for length in lengths]).to(device),
+        routing=None if routing is None else routing.to(device),
     )
 
 

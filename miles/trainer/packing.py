@@ -136,7 +136,7 @@ def micro_batch(
         lengths=lengths,
         input_ids=tensor(inputs)[None],
         position_ids=tensor(positions)[None],
-        packed=_packed(runs, routing, device),
+        packed=pack_params(runs, device, routing),
         rows=tensor(row),
         held=None if held is None else tensor(held),
         targets=tensor(_joined(chosen, [one.response_ids for one in chosen], np.int64)),
@@ -160,12 +160,6 @@ def _multiple(sizes: ParallelSizes) -> int:
     """What the number of tokens must be a multiple of, over the context-parallel ranks together."""
     shares = sizes.tensor if sizes.sequence else 1
     return sizes.context * math.lcm(2, shares) if sizes.context > 1 else shares
-
-
-def _packed(runs: list[int], routing: Tensor | None, device: torch.device) -> PackedRuns:
-    packed = pack_params(runs, device)
-    packed.routing = None if routing is None else routing.to(device)
-    return packed
 
 
 def _joined(chosen: Sequence[TokenSequence], values: Sequence[Sequence[Any] | None], dtype: Any) -> NDArray[Any]:
