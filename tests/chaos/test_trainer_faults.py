@@ -40,8 +40,8 @@ def enormous(prompt: str, response: str, label: str) -> float:
 
 
 def roomy(folder: Path) -> dict[str, Any]:
-    """Overrides that leave the engines room to go on while nothing is trained."""
-    return small(folder, train__steps=8, rollout__max_staleness=20, checkpoint__every=3, eval__every=0)
+    """Overrides that leave the engines more to do than they can while nothing is trained, idle machine or not."""
+    return small(folder, train__steps=8, rollout__max_staleness=3000, checkpoint__every=3, eval__every=0)
 
 
 async def test_a_killed_trainer_comes_back_while_the_engines_generate(tmp_path: Path) -> None:
