@@ -5,7 +5,7 @@ about itself and checks the version.
 
 Patches are process-wide, last for one call and exist only without a GPU. One thread alone, that of the rank's calls,
 puts them on and takes them off. The thread that writes a checkpoint meanwhile meets none of them: it writes copies in
-host memory and talks over gloo, neither of which asks torch.cuda for a device, waits for one, or enters Megatron.
+host memory and talks over gloo, which needs no device and none of Megatron's layers, collectives and schedules.
 """
 
 from __future__ import annotations
