@@ -193,7 +193,10 @@ def test_the_spread_of_rewards_of_any_size_is_finite(scale: float) -> None:
 @EVERY
 def test_a_penalty_that_is_no_number_makes_the_step_a_bad_one(setting: str) -> None:
     """Fails where NaN runs through a standard deviation that is "not above 0": all advantages are then a quiet 0."""
-    broken = [[Sample(1.0, 2, (0.1, math.nan)), Sample(0.0, 1, (0.0,))], [Sample(1.0, 1, (0.0,)), None]]
+    broken: list[list[Sample | None]] = [
+        [Sample(1.0, 2, (0.1, math.nan)), Sample(0.0, 1, (0.0,))],
+        [Sample(1.0, 1, (0.0,)), None],
+    ]
     found = batch_advantages(broken, function_of(setting))
     assert found[1][1] is None
     assert all(math.isnan(value) for group in found for one in group if one is not None for value in one)
