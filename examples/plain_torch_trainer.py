@@ -35,6 +35,9 @@ async def make(options: TrainerOptions, folder: Path, *, attention: str = "sdpa"
     """The factory. `attention` comes from `trainer.backend_options`; the run's folder is not needed."""
     if options.parallel.world_size > 1 or options.device != "cpu":
         raise ConfigError("trainer.backend: the plain trainer has one rank, on CPU", key="trainer.backend")
+    if options.recompute or options.skip_grad_norm is not None:
+        message = "trainer.backend: the plain trainer has neither trainer.recompute nor trainer.skip_grad_norm"
+        raise ConfigError(message, key="trainer.backend")
     if options.algorithm.kl is not None:
         raise ConfigError("trainer.backend: the plain trainer keeps no reference model", key="algorithm.kl")
     actor = start_actor(PlainRank, options, attention, options=ActorOptions("plain-trainer"))
@@ -133,6 +136,9 @@ class PlainRank:
         if batch.step != self._steps + 1:
             raise ValueError(f"a batch for step {batch.step}, but the next step is {self._steps + 1}")
         prepared = prepare(batch, self._options.algorithm)
+        if any(sequence.kept is not None for sequence in prepared.sequences):
+            message = "rollout.sampling_mask: the plain trainer takes logprobs over the whole vocabulary"
+            raise ConfigError(message, key="rollout.sampling_mask")
         lr = learning_rate(self._options, batch.step)
         metrics = self._update(prepared.sequences, self._loss, lr)
         self._steps = batch.step

@@ -304,9 +304,14 @@ class RolloutExecutor:
         self._gate.give_back()
         self._wake()
         if self._barren > self._options.max_barren_groups:
+            ends = [
+                f"{count} {outcome}({reason})"
+                for outcome, reasons in self.account.reasons.items()
+                for reason, count in reasons.most_common()
+            ]
             raise NoUsableGroups(
                 f"the last {self._barren} groups were all filtered, dropped or failed, this one as "
-                f"{end.outcome}({end.reason}); so far {self.account.reasons}",
+                f"{end.outcome}({end.reason}); so far {', '.join(ends)}",
                 groups=self._barren,
             )
 

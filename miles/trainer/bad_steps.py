@@ -45,7 +45,8 @@ class BadSteps:
             row = f" ({self._in_a_row} such steps in a row)" if self._in_a_row > 1 else ""
             where = "" if file is None else f"; its batch is in {file}"
             raise BadStep(
-                f"step {stats.step} left the weights as they were{row}: loss {loss:g}, gradient norm {norm:g}{where}",
+                f"step {stats.step} left the weights as they were{row}: loss {loss:g}, gradient norm {norm:g}{where} "
+                "(trainer.skip_grad_norm is the bound, trainer.bad_steps what follows)",
                 step=stats.step,
                 file=file,
             )

@@ -139,6 +139,7 @@ async def test_hopeless_prompts_end_the_run_with_a_cause(tmp_path: Path) -> None
             await anext(world.executor.batches(Prompts(None)))
         assert isinstance(failed.value.__cause__, NoUsableGroups)
         assert "no_reward" in str(failed.value)
+        assert str(failed.value.__cause__).endswith("; so far 51 filtered(no_reward)")
 
 
 @virtual_time
