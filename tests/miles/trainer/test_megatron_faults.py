@@ -8,9 +8,10 @@ import math
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -24,6 +25,7 @@ from miles.trainer.options import TrainerOptions
 from miles.trainer.parallel import ParallelSizes
 from miles.trainer.protocol import Example, RankContext, StepStats
 from tests.miles.trainer.tiny import random_batch, write_model
+from tests.support.file_watch import when_written
 from tests.support.processes import wait_gone_async
 from tests.support.ray_session import ray_session
 
@@ -41,6 +43,23 @@ def ray() -> Iterator[None]:
 
 def process_id(context: RankContext) -> int:
     return os.getpid()
+
+
+def announce_collectives(context: RankContext, file: Path) -> None:
+    """From now on rank 0 leaves `file` behind when it enters a collective."""
+    if context.rank != 0:
+        return
+    from torch import distributed
+
+    def announced(collective: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            file.touch()
+            return collective(*args, **kwargs)
+
+        return call
+
+    for name in ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast"):
+        setattr(distributed, name, announced(getattr(distributed, name)))
 
 
 def weights_of(context: RankContext) -> str:
@@ -107,14 +126,17 @@ async def test_killed_in_a_step_and_while_idle_and_given_nan(tmp_path: Path) -> 
         assert await weights(trainer) != expected
         broken = [numbers(await trainer.step(random_batch(step))) for step in (1, 2)]
         pids = await trainer.on_each_rank(process_id)
-        os.kill(pids[1], signal.SIGSTOP)  # so that rank 0 waits for it in the gradients' all-reduce
+        entered = tmp_path / "entered" / "collective"
+        entered.parent.mkdir()
+        await trainer.on_each_rank(announce_collectives, entered)
+        os.kill(pids[1], signal.SIGSTOP)  # so that rank 0 waits for it in a collective
 
         async def step_three() -> None:
             broken.append(numbers(await trainer.step(random_batch(3))))
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(step_three)
-            await anyio.sleep(1.0)
+            await when_written(entered.parent, lambda: entered.exists() or None)
             killed = time.monotonic()
             os.kill(pids[1], signal.SIGKILL)
             noticed, event = await heard.after(0, TrainerLost)

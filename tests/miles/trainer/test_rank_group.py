@@ -5,27 +5,29 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import pytest
 
 from controllers.errors import ActorDied, ConfigError, MilesError, WaitTimeout
+from miles.cluster.actors import ActorOptions, RemoteActor
 from miles.trainer import rank_group
 from miles.trainer.options import TrainerOptions
 from miles.trainer.parallel import ParallelSizes
 from miles.trainer.rank_group import RankGroup
 from tests.miles.trainer.toy_ranks import (
-    fail_before_the_news,
+    fail_unless,
     pid_of,
     refuse_on,
     start_toy,
-    stop_unless,
     thread_of,
+    wait_for_ever,
 )
+from tests.support.file_watch import when_written
 from tests.support.processes import wait_gone_async
 from tests.support.ray_session import ray_session
 
@@ -42,9 +44,11 @@ def ray() -> Iterator[None]:
 
 
 @asynccontextmanager
-async def a_group(reasons: list[MilesError]) -> AsyncIterator[RankGroup]:
+async def a_group(
+    reasons: list[MilesError], start: Callable[..., RemoteActor] = start_toy
+) -> AsyncIterator[RankGroup]:
     """Two toy ranks, watched."""
-    group = RankGroup.start(OPTIONS, "toy.1", start_toy, reasons.append)
+    group = RankGroup.start(OPTIONS, "toy.1", start, reasons.append)
     try:
         await group.open(30.0)
         async with anyio.create_task_group() as tasks:
@@ -53,6 +57,22 @@ async def a_group(reasons: list[MilesError]) -> AsyncIterator[RankGroup]:
             group.end()
     finally:
         group.end()
+
+
+class TellingActor:
+    """A rank that says when it hands the group an error which it raised itself."""
+
+    def __init__(self, actor: RemoteActor, heard: anyio.Event) -> None:
+        self._actor = actor
+        self._heard = heard
+        self.kill = actor.kill
+
+    async def call(self, method: str, /, *args: Any, **how: Any) -> Any:
+        try:
+            return await self._actor.call(method, *args, **how)
+        except RuntimeError:
+            self._heard.set()
+            raise
 
 
 async def run(group: RankGroup, function: Any, *args: Any, timeout_s: float = 60.0) -> list[Any]:
@@ -94,28 +114,45 @@ async def test_a_death_is_noticed_while_nobody_calls() -> None:
         assert await wait_gone_async(pids, 20) == []  # the others were killed with it
 
 
-async def test_a_death_is_noticed_while_the_others_are_stuck_in_a_collective() -> None:
+async def test_a_death_is_noticed_while_the_others_are_stuck_in_a_collective(tmp_path: Path) -> None:
     reasons: list[MilesError] = []
     async with a_group(reasons) as group:
         pids = await run(group, pid_of)
+        killed = 0.0
 
         async def kill_it() -> None:
-            await anyio.sleep(0.5)
+            nonlocal killed
+            await when_written(tmp_path, lambda: len(list(tmp_path.iterdir())) == len(pids) or None)
+            killed = time.monotonic()
             os.kill(pids[0], signal.SIGKILL)
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(kill_it)
-            with anyio.fail_after(NOTICE_S + 0.5), pytest.raises(ActorDied):
-                await run(group, stop_unless, -1)
+            with pytest.raises(ActorDied):
+                await run(group, wait_for_ever, tmp_path)
+        assert time.monotonic() - killed < NOTICE_S
         assert await wait_gone_async(pids, 20) == []
 
 
 async def test_a_peers_broken_connection_is_taken_for_the_death_behind_it() -> None:
     """Fails when the first error that arrives is raised: it is of a rank that did nothing wrong."""
     reasons: list[MilesError] = []
-    async with a_group(reasons) as group:
-        with anyio.fail_after(NOTICE_S), pytest.raises(ActorDied):
-            await run(group, fail_before_the_news, 1)
+    heard = anyio.Event()
+
+    def start(*args: Any, options: ActorOptions) -> RemoteActor:
+        return cast(RemoteActor, TellingActor(start_toy(*args, options=options), heard))
+
+    async with a_group(reasons, start) as group:
+        pids = await run(group, pid_of)
+
+        async def kill_it() -> None:
+            await heard.wait()
+            os.kill(pids[1], signal.SIGKILL)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(kill_it)
+            with anyio.fail_after(30), pytest.raises(ActorDied):
+                await run(group, fail_unless, 1)
         assert len(reasons) == 1
 
 

@@ -23,14 +23,15 @@ from miles.trainer.protocol import Example
 from tests.miles.trainer.tiny import random_batch
 from tests.miles.trainer.toy_ranks import (
     die_in_step,
-    fail_before_the_news,
+    die_while_others_wait,
     hold_writing,
     pid_of,
     plugins_of,
     start_toy,
     state_of,
-    stop_unless,
+    wait_for_ever,
 )
+from tests.support.file_watch import when_written
 from tests.support.processes import wait_gone_async
 from tests.support.ray_session import ray_session
 
@@ -102,7 +103,7 @@ async def test_death_after_death_each_update_counts_once(expected: tuple[int, in
     async with watched.trainer as trainer:
         await trainer.warmup_step(EXAMPLES, 0.1)
         with pytest.raises(ActorDied):  # what plugins kept is gone: not for the trainer to repeat
-            await trainer.on_each_rank(fail_before_the_news, 0)
+            await trainer.on_each_rank(die_while_others_wait, 0)
         assert trainer.incarnation == 2
         await trainer.warmup_step(EXAMPLES, 0.2)
         await learn(trainer, 1, 1)
@@ -216,17 +217,19 @@ async def test_what_cannot_be_repeated_is_an_error() -> None:
 
 async def test_plugins_of_new_ranks_are_empty_and_calls_wait_for_them(tmp_path: Path) -> None:
     watched = Watched(folder=tmp_path)
+    entered = tmp_path / "entered"
+    entered.mkdir()
     async with watched.trainer as trainer:
         await trainer.on_each_rank(die_in_step, -1, 0)
         async with anyio.create_task_group() as tasks:
 
             async def stuck() -> None:
                 with pytest.raises(ActorDied):
-                    await trainer.on_each_rank(stop_unless, -1)
+                    await trainer.on_each_rank(wait_for_ever, entered)
 
             pids = await trainer.on_each_rank(pid_of)
             tasks.start_soon(stuck)
-            await anyio.wait_all_tasks_blocked()
+            await when_written(entered, lambda: (entered / "1").exists() or None)
             os.kill(pids[1], signal.SIGKILL)
         assert trainer.incarnation == 2
         assert await trainer.on_each_rank(plugins_of) == [{}, {}]

@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -114,10 +113,10 @@ def die_in_step(rank: Any, victim: int, step: int) -> None:
         rank.plugins["dies_in"] = (step,)
 
 
-def stop_unless(rank: Any, spared: int) -> None:
-    """As in a collective whose peer is gone: every rank but `spared` waits for ever."""
-    if rank.rank != spared:
-        threading.Event().wait()
+def wait_for_ever(rank: Any, entered: Path) -> None:
+    """As in a collective; each rank leaves a file in `entered` when its wait begins."""
+    (entered / str(rank.rank)).touch()
+    threading.Event().wait()
 
 
 def refuse_on(rank: Any, index: int, others_wait: bool) -> int:
@@ -129,12 +128,18 @@ def refuse_on(rank: Any, index: int, others_wait: bool) -> int:
     return int(rank.rank)
 
 
-def fail_before_the_news(rank: Any, victim: int) -> None:
-    """A rank is killed; its peers' collective fails at once, before the driver can hear of the death."""
-    if rank.rank == victim:
-        time.sleep(0.3)
-        os.kill(os.getpid(), signal.SIGKILL)
+def fail_unless(rank: Any, spared: int) -> None:
+    """As in a collective whose connection to `spared` broke: the others fail, it waits for ever."""
+    if rank.rank == spared:
+        threading.Event().wait()
     raise RuntimeError("Connection closed by peer")
+
+
+def die_while_others_wait(rank: Any, victim: int) -> None:
+    """A rank is killed in a collective."""
+    if rank.rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    threading.Event().wait()
 
 
 def hold_writing(rank: Any, hold: bool) -> None:
