@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from tests.support import recording_loader
 CONTEXT_LENGTH = 4096
 VOCAB_SIZE = 272
 LABEL = "engine-0.1:none"
+START_DEADLINE_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +69,17 @@ def running(command: EmbeddedCommand) -> Iterator[RunningServer]:
         assert argv[0] == sys.executable
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=environment) as process:
+            late = threading.Timer(START_DEADLINE_S, process.kill)  # which ends its output, and the wait for a line
             try:
+                late.start()
                 assert process.stdout is not None
                 for line in process.stdout:
                     if said := re.search(r"serves on (http://\S+)", line):
+                        late.cancel()
                         yield RunningServer(said[1], process.pid)
                         break
                 else:
                     raise AssertionError(f"the engine ended with code {process.wait()}")
             finally:
+                late.cancel()
                 process.kill()
