@@ -108,7 +108,9 @@ def _read(wanted: dict[str, Any], folder: Path, *, whole: bool = True) -> dict[s
             return dict(dist_checkpointing.load_common_state_dict(str(folder)))
         return dict(dist_checkpointing.load(wanted, str(folder), validate_access_integrity=whole))
     except (CheckpointingException, CheckpointException, OSError, EOFError, pickle.UnpicklingError) as error:
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        # Torch's own says only which ranks failed; what happened there is inside.
+        cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        reason = f"{type(cause).__name__}: {cause}".partition("\n")[0]
         raise CheckpointFailed(f"{str(folder)!r} cannot be read: {reason}", folder=str(folder)) from error
 
 

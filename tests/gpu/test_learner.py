@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from miles.trainer.options import TrainerOptions
 from miles.trainer.protocol import Example
 from tests.miles.trainer.tiny import VOCAB, hf_tensors, learner, random_batch, reference, write_model
 
@@ -33,7 +34,10 @@ def on_gpu(folder: Path, dtype: str, **options: Any) -> Any:
 
 def train_reference(model: Any) -> list[float]:
     """Three steps of transformers' model in fp32 on the GPU with torch's AdamW; the losses."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0, betas=(0.9, 0.999), eps=1e-8)
+    options = TrainerOptions(Path("none"))
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LR, weight_decay=options.weight_decay, betas=options.betas, eps=options.eps
+    )
     losses = []
     for step in range(STEPS):
         batch = examples(step)

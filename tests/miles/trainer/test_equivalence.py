@@ -58,7 +58,9 @@ def test_three_rl_steps_match_a_plain_pytorch_loop(tmp_path: Path, kind: str, ti
     ours = learner(folder, micro_batch_tokens=40, clip_grad=0.05, lr_warmup_steps=2, lr=1e-3)
     theirs = reference(folder)
     before = hf_tensors(ours)
-    adamw = torch.optim.AdamW(theirs.parameters(), weight_decay=0.0)
+    adamw = torch.optim.AdamW(
+        theirs.parameters(), betas=ours.options.betas, eps=ours.options.eps, weight_decay=ours.options.weight_decay
+    )
     for step in (1, 2, 3):
         adamw.param_groups[0]["lr"] = learning_rate(ours.options, step)
         batch = random_batch(step)

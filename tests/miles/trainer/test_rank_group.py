@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import anyio
+import anyio.to_thread
 import pytest
 
 from controllers.errors import ActorDied, ConfigError, MilesError, WaitTimeout
@@ -26,6 +27,7 @@ from tests.miles.trainer.toy_ranks import (
     start_toy,
     thread_of,
     wait_for_ever,
+    wait_for_word,
 )
 from tests.support.file_watch import when_written
 from tests.support.processes import wait_gone_async
@@ -79,7 +81,7 @@ async def run(group: RankGroup, function: Any, *args: Any, timeout_s: float = 60
     return await group.call("run_function", function, args, {}, timeout_s=timeout_s)
 
 
-async def test_calls_of_a_group_that_works() -> None:
+async def test_calls_of_a_group_that_works(tmp_path: Path) -> None:
     """One thread for all calls, errors of one rank and a cancelled caller leave the group as it is."""
     reasons: list[MilesError] = []
     async with a_group(reasons) as group:
@@ -88,9 +90,14 @@ async def test_calls_of_a_group_that_works() -> None:
         assert await run(group, thread_of) == await run(group, thread_of)  # torch keeps its thread count per thread
         with pytest.raises(ConfigError, match="not with rank 1"):
             await run(group, refuse_on, 1, False)
-        with anyio.move_on_after(0.01) as scope:
-            await run(group, pid_of)
+        pipes = [tmp_path / str(rank) for rank in range(len(group))]
+        for pipe in pipes:
+            os.mkfifo(pipe)
+        with anyio.move_on_after(0.5) as scope:
+            await run(group, wait_for_word, tmp_path)
         assert scope.cancelled_caught
+        for pipe in pipes:
+            await anyio.to_thread.run_sync(pipe.write_text, "go on")
         assert await run(group, pid_of) == pids
         assert group.loss is None
     assert reasons == []

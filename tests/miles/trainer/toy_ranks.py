@@ -119,6 +119,11 @@ def wait_for_ever(rank: Any, entered: Path) -> None:
     threading.Event().wait()
 
 
+def wait_for_word(rank: Any, pipes: Path) -> None:
+    """Until somebody has opened and closed the rank's named pipe in `pipes` for writing."""
+    (pipes / str(rank.rank)).read_text()
+
+
 def refuse_on(rank: Any, index: int, others_wait: bool) -> int:
     """Rank `index` raises an error of its own; the others answer, or wait for it for ever."""
     if rank.rank == index:
